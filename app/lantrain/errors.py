@@ -1,0 +1,39 @@
+"""How a mistake reaches the person at the keyboard: one line, the mending command, a non-zero exit."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import NoReturn
+
+USER_ERROR_EXIT = 2
+
+
+class UserError(Exception):
+    """Something that the person running the command can mend.
+
+    The message says what happened and where (file, row group, column, flag); `mend` is what to do about it,
+    most often a command to type. Both are printed as one line and never with a traceback.
+    """
+
+    def __init__(self, message: str, mend: str = "", exit_code: int = USER_ERROR_EXIT) -> None:
+        super().__init__(message)
+        self.message = message
+        self.mend = mend
+        self.exit_code = exit_code
+
+    def __str__(self) -> str:
+        return f"{self.message} ({self.mend})" if self.mend else self.message
+
+
+def run_main(main: Callable[[], int | None]) -> NoReturn:
+    """Run a command's `main` and leave with its exit code; a UserError becomes one line on stderr, Ctrl-C 130."""
+    try:
+        code = main() or 0
+    except UserError as error:
+        print(f"error: {' '.join(str(error).split())}", file=sys.stderr, flush=True)
+        code = error.exit_code
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        code = 130
+    sys.exit(code)
