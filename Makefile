@@ -1,0 +1,83 @@
+# The front door: `make` alone lists the targets. Recipes are thin; what they call can be run by itself.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+# .env is compose's file; make reads it by compose's rule: what the environment or the command line says wins.
+define read_env
+ifeq ($$(origin $(1)),undefined)
+$(1) := $$(shell sed -nE 's/^$(1)=(.*)$$$$/\1/p' .env | tail -n 1 | sed -E "s/^([\"'])(.*)\1$$$$/\2/")
+export $(1)
+endif
+endef
+$(foreach name,$(shell sed -nE 's/^([A-Za-z_][A-Za-z0-9_]*)=.*/\1/p' .env 2>/dev/null),$(eval $(call read_env,$(name))))
+
+VENV ?= .venv
+PROMPT ?= def
+PYTEST_ARGS ?=
+export VENV
+in_app := cd app && PYTHONUNBUFFERED=1 "$(abspath $(VENV))/bin/python"
+
+.PHONY: help
+help:
+	@awk -F ':.*## ' '/^[a-z][a-z0-9-]*:.*## / {printf "  make %-18s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
+
+.PHONY: demo
+demo: venv ## train a small model with two ranks on this machine, no Docker: shards, tokenizer, 100 steps, table, plot
+	@$(in_app) -m scripts.demo
+
+.PHONY: venv
+venv: ## make .venv with CPU torch and the locked packages (nothing to do when it is there)
+	@tools/venv.sh run
+
+.PHONY: image
+image: ## build the trainer's image (offline when `make base-image wheels` has been run)
+	@docker/build.sh
+
+.PHONY: up
+up: image ## train in containers on this machine: prepare the data, then master and worker
+	@docker compose up --detach --no-build
+	@echo "running: \`make logs\` follows it, \`make ps\` shows the state, \`make down\` stops it"
+
+.PHONY: logs
+logs: ## follow the logs of all containers (Ctrl-C leaves them running)
+	@docker compose logs --follow --tail 100
+
+.PHONY: ps
+ps: ## show the containers, their health and exit codes
+	@docker compose ps --all
+
+.PHONY: down
+down: ## stop and remove the containers; shards and checkpoints stay on the volume
+	@docker compose down
+
+.PHONY: sample
+sample: ## write text with the newest checkpoint: make sample PROMPT="def main("
+	@docker compose run --rm --no-deps master python -m scripts.sample --prompt "$${PROMPT}"
+sample: export PROMPT := $(PROMPT)
+
+.PHONY: test
+test: ## run all tests (those that need Docker skip, with the reason, where there is none)
+	@tools/venv.sh dev
+	@"$(VENV)/bin/python" -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-local-2rank
+test-local-2rank: ## run the report's two-rank run in two containers and print the table: 1 rank against 2
+	@tools/venv.sh dev
+	@"$(VENV)/bin/python" -m pytest tests/containers/test_two_ranks.py --show-table $(PYTEST_ARGS)
+
+.PHONY: lint
+lint: ## check Python, shell, YAML, the Dockerfile and the compose file
+	@tools/venv.sh dev
+	@tools/lint.sh
+
+.PHONY: base-image
+base-image: ## build the base image from Debian packages, for sites with no registry
+	@docker/base-image.sh
+
+.PHONY: wheels
+wheels: ## download the locked wheels into wheelhouse/, for builds with no network
+	@docker/wheels.sh
+
+.PHONY: clean
+clean: ## remove the virtual environment, caches, the demo's files; with containers and volumes if Docker is there
+	@tools/clean.sh

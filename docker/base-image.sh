@@ -1,0 +1,30 @@
+#!/usr/bin/env bash
+# Build the base image from Debian packages, for sites where no container registry can be reached.
+# Uses this machine's own apt sources when it runs Debian bookworm, so a local mirror is used as configured.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+tag=${1:-lantrain-base:bookworm}
+suite=bookworm
+command -v mmdebstrap >/dev/null || {
+  echo "error: mmdebstrap not found (mend: sudo apt install mmdebstrap)" >&2
+  exit 2
+}
+
+mirror=()
+sources=/etc/apt/sources.list.d/debian.sources
+if [ -r "$sources" ] && grep -q "^Suites:.*\b$suite\b" "$sources"; then
+  mirror=("$sources")
+fi
+
+# Documentation, manuals and translations are a third of a minimal Debian. The Python sources stay: they are the
+# sample corpus. Package lists and caches go, the image installs nothing later.
+echo "base-image: Debian $suite with Python, into $tag"
+mmdebstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+  --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
+  --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
+  --customize-hook='rm -f "$1/etc/apt/sources.list" "$1"/etc/apt/sources.list.d/*' \
+  --quiet "$suite" - "${mirror[@]}" |
+  docker import --change 'CMD ["python3"]' \
+    --change 'LABEL org.opencontainers.image.title=lantrain-base' - "$tag" >/dev/null
+docker image inspect --format "base-image: $tag, {{.Size}} bytes" "$tag"

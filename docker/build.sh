@@ -1,0 +1,45 @@
+#!/usr/bin/env bash
+# Build the trainer's image. Base: BASE_IMAGE if set, else the local one of `make base-image` if there, else the public
+# one. Wheels: wheelhouse/ if `make wheels` filled it (then the build runs without any network), else the indexes.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+
+image=${LANTRAIN_IMAGE:-lantrain:latest}
+local_base=lantrain-base:bookworm
+public_base=python:3.11-slim-bookworm
+
+docker version >/dev/null 2>&1 || {
+  echo "error: no Docker engine answers (mend: install and start Docker, or use \`make demo\`, which needs none)" >&2
+  exit 2
+}
+docker buildx version >/dev/null 2>&1 || {
+  echo "error: docker has no buildx plugin (mend: sudo apt install docker-buildx, or docker-buildx-plugin)" >&2
+  exit 2
+}
+
+if [ -n "${BASE_IMAGE:-}" ]; then
+  base=$BASE_IMAGE
+elif docker image inspect "$local_base" >/dev/null 2>&1; then
+  base=$local_base
+else
+  base=$public_base
+fi
+
+network=()
+wheels="the package index"
+if compgen -G 'wheelhouse/torch-*.whl' >/dev/null; then
+  network=(--network none)
+  wheels="wheelhouse/, no network"
+fi
+
+version=$(sed -nE 's/^__version__ = "(.*)"/\1/p' app/lantrain/__init__.py)
+revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+[ -z "$(git status --porcelain -- app docker/Dockerfile docker/requirements.txt 2>/dev/null)" ] || revision=$revision-dirty
+
+echo "image: $image $version from $base; packages from $wheels"
+DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$image" "${network[@]}" --progress "${PROGRESS:-auto}" \
+  --build-arg "BASE_IMAGE=$base" --build-arg "LANTRAIN_VERSION=$version" --build-arg "LANTRAIN_REVISION=$revision" . || {
+  echo "error: the image could not be built (mend: with no registry or index here, \`make base-image wheels\`; docs/offline.md)" >&2
+  exit 2
+}
+docker image inspect --format "image: $image, {{.Size}} bytes, revision $revision" "$image"
