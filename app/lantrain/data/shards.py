@@ -23,6 +23,7 @@ PREPARE = "python -m scripts.prepare_data"
 # Names under which other data sets keep their documents, likeliest first.
 _OTHER_NAMES = ("content", "raw_content", "body", "document", "doc", "texts", "txt", "article", "passage", "sentence")
 _MAGIC = b"PAR1"
+_HASHED_ENDS = 1 << 16  # bytes
 _READ_BUFFER = 1 << 20  # bytes; a column chunk is read in pieces of this size, never whole
 _READ_ROWS = 1024  # documents decoded at a time at most
 _READ_BYTES = 64 << 20  # and of these bytes at most, judged by the row group's mean
@@ -30,12 +31,12 @@ _READ_BYTES = 64 << 20  # and of these bytes at most, judged by the row group's 
 
 @dataclass(frozen=True)
 class Shard:
-    """One checked parquet file. `row_groups` holds the rows of each row group; `footer_sha256` stands for the file."""
+    """One checked parquet file: its size, the rows of each row group, and a SHA-256 (hex) over its head and tail."""
 
     path: Path
     bytes: int
     row_groups: tuple[int, ...]
-    footer_sha256: str
+    digest: str
 
     @property
     def name(self) -> str:
@@ -76,13 +77,14 @@ class ShardSet:
 
 
 def fingerprint(shards: Iterable[Shard]) -> str:
-    """SHA-256 (hex) over names, sizes and footers in order: the identity of the documents without reading them.
+    """SHA-256 (hex) over names, sizes, heads and tails in order: the identity of the documents at no cost.
 
-    A footer holds the offsets, sizes and statistics of every column chunk, so other documents give another footer.
+    The tail has the footer with the compressed size, offsets and extremes of every column chunk, so other documents
+    give another fingerprint; hashing 18 GB would take a minute at every start.
     """
     digest = hashlib.sha256()
     for shard in shards:
-        digest.update(f"{shard.name}:{shard.bytes}:{shard.footer_sha256}\n".encode())
+        digest.update(f"{shard.name}:{shard.bytes}:{shard.digest}\n".encode())
     return digest.hexdigest()
 
 
@@ -131,9 +133,11 @@ def open_shard(path: Path) -> Shard:
     try:
         with open(path, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            footer = _footer(path, file.read(16), size)
-            file.seek(size - 8 - footer)
-            digest = hashlib.sha256(file.read(footer)).hexdigest()
+            head = file.read(_HASHED_ENDS)
+            file.seek(max(0, size - 8))
+            footer = _footer_length(path, head, file.read(8), size)
+            file.seek(max(0, size - max(_HASHED_ENDS, footer + 8)))
+            digest = hashlib.sha256(head + file.read()).hexdigest()
         metadata = pq.read_metadata(path)
         schema = metadata.schema.to_arrow_schema()
     except (OSError, pa.ArrowException, ValueError) as error:
@@ -158,11 +162,8 @@ def _first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def _footer(path: Path, head: bytes, size: int) -> int:
+def _footer_length(path: Path, head: bytes, tail: bytes, size: int) -> int:
     """Length of the footer in bytes, from the file's frame `PAR1 ... footer, length, PAR1`. Raises UserError."""
-    with open(path, "rb") as file:
-        file.seek(max(0, size - 8))
-        tail = file.read(8)
     if size == 0:
         raise UserError(f"{where(path)}: the file is empty (0 bytes)", _replace(path))
     if not head.startswith(_MAGIC):
@@ -211,6 +212,8 @@ def _check_offsets(path: Path, metadata: pq.FileMetaData, size: int) -> None:
     """A footer may outlive its data (files stitched or cut in the middle): column chunks must lie inside the file."""
     column = [metadata.schema.column(i).path for i in range(metadata.num_columns)].index(COLUMN)
     for group in range(metadata.num_row_groups):
+        if not metadata.row_group(group).num_rows:
+            continue
         chunk = metadata.row_group(group).column(column)
         start = chunk.data_page_offset
         if chunk.has_dictionary_page and chunk.dictionary_page_offset is not None:
