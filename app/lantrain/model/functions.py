@@ -1,0 +1,167 @@
+"""Autograd functions of the trunk that keep fewer tensors, and pass over them less often, than plain eager autograd.
+
+Every one saves only what the neighbouring matmul or attention keeps alive anyway (the normalised activation, the
+rotated query), so that a layer holds about half of what composed operations would. First derivatives only.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+# F.rms_norm's default epsilon when the activation is float32 or bfloat16: both are computed in float32.
+EPS = torch.finfo(torch.float32).eps
+QK_SCALE = 1.2  # queries and keys are each multiplied by this after their norm (sharper attention)
+
+
+def _upcast(x: Tensor) -> Tensor:
+    """bfloat16 is computed in float32, as the operators of torch do; float32 and float64 stay as they are."""
+    return x.float() if x.dtype == torch.bfloat16 else x
+
+
+def _inverse_rms(x: Tensor) -> Tensor:
+    """1 / sqrt(mean(x^2) + eps) over the last axis, kept as size 1."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return norm.square_().div_(x.size(-1)).add_(EPS).rsqrt_()
+
+
+class _RMSNorm(Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        wide = _upcast(x)
+        inverse = _inverse_rms(wide)
+        y = (wide * inverse).to(x.dtype)
+        ctx.save_for_backward(y, inverse)  # y is kept by the matmul that reads it; x need not be kept
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        y, inverse = ctx.saved_tensors
+        wide_y, wide_grad = _upcast(y), _upcast(grad)
+        projection = (wide_grad * wide_y).mean(-1, keepdim=True)
+        out = torch.addcmul(wide_grad, wide_y, projection, value=-1).mul_(inverse)
+        return out.to(grad.dtype)
+
+
+class _RotaryNorm(Function):
+    """Rotate the halves of each head by its position, RMS-normalise, multiply by QK_SCALE.
+
+    A rotation keeps the norm, so the norm is taken first and folded into one multiplication.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        wide = _upcast(x)
+        scale = _inverse_rms(wide).mul_(QK_SCALE)
+        out = _rotate(wide * scale, cos, sin).to(x.dtype)
+        ctx.save_for_backward(out, scale, cos, sin)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        out, scale, cos, sin = ctx.saved_tensors
+        wide_out, wide_grad = _upcast(out), _upcast(grad)
+        projection = (wide_grad * wide_out).mean(-1, keepdim=True).div_(QK_SCALE**2)
+        inner = torch.addcmul(wide_grad, wide_out, projection, value=-1).mul_(scale)
+        return _rotate(inner, cos, -sin).to(grad.dtype), None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """(B, T, H, D) by (1, T, 1, D/2) tables: y1 = x1 cos + x2 sin, y2 = x2 cos - x1 sin."""
+    half = x.size(-1) // 2
+    x1, x2 = x[..., :half], x[..., half:]
+    out = torch.empty_like(x)
+    torch.mul(x1, cos, out=out[..., :half]).addcmul_(x2, sin)
+    torch.mul(x2, cos, out=out[..., half:]).addcmul_(x1, sin, value=-1)
+    return out
+
+
+class _SquaredReluMLP(Function):
+    """relu(x W1^T)^2 W2^T that keeps one hidden tensor: the square is recomputed (one pass) for the gradient of W2."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
+        hidden = torch.mm(x, weight_in.to(x.dtype).t()).relu_()
+        ctx.save_for_backward(x, hidden, weight_in, weight_out)
+        return torch.mm(hidden.square(), weight_out.to(x.dtype).t())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        x, hidden, weight_in, weight_out = ctx.saved_tensors
+        grad_out = torch.mm(grad.t(), hidden.square()).to(weight_out.dtype)
+        # d(h^2) = 2 h: the 2 goes into the four times narrower factor, where it is exact.
+        inner = torch.mm(grad * 2, weight_out.to(grad.dtype)).mul_(hidden)
+        grad_in = torch.mm(inner.t(), x).to(weight_in.dtype)
+        return torch.mm(inner, weight_in.to(grad.dtype)), grad_in, grad_out
+
+
+class _ResidualMix(Function):
+    """a * x + b * x0 with scalar parameters a and b."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> Tensor:
+        ctx.save_for_backward(x, x0, a, b)
+        return torch.mul(x, a.item()).add_(x0, alpha=b.item())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        x, x0, a, b = ctx.saved_tensors
+        return grad * a.item(), grad * b.item(), _dot(grad, x).to(a.dtype), _dot(grad, x0).to(b.dtype)
+
+
+def _dot(a: Tensor, b: Tensor) -> Tensor:
+    """Sum of a * b in float32 or wider; row by row first, so that rounding grows with the rows and not the elements."""
+    return (_upcast(a) * _upcast(b)).sum(-1).sum()
+
+
+class _Smear(Function):
+    """x[:, t] + gate[:, t] * x[:, t - 1] for t >= 1; gate is (B, T - 1, 1)."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, gate: Tensor) -> Tensor:
+        ctx.save_for_backward(x, gate)
+        out = x.clone()
+        out[:, 1:].addcmul_(gate, x[:, :-1])
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        x, gate = ctx.saved_tensors
+        grad_x = grad.clone()
+        grad_x[:, :-1].addcmul_(gate, grad[:, 1:])
+        grad_gate = (_upcast(grad[:, 1:]) * _upcast(x[:, :-1])).sum(-1, keepdim=True)
+        return grad_x, grad_gate.to(gate.dtype)
+
+
+def rms_norm(x: Tensor) -> Tensor:
+    """RMSNorm over the last axis without a learned gain; any shape, float32 inside."""
+    return cast(Tensor, _RMSNorm.apply(x))
+
+
+def rotary_norm(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary position, then RMSNorm, then times 1.2, of queries or keys (B, T, H, D); tables (1, T, 1, D/2)."""
+    return cast(Tensor, _RotaryNorm.apply(x, cos, sin))
+
+
+def squared_relu_mlp(x: Tensor, weight_in: Tensor, weight_out: Tensor) -> Tensor:
+    """relu(x W_in^T)^2 W_out^T for x (N, C), W_in (4C, C), W_out (C, 4C)."""
+    return cast(Tensor, _SquaredReluMLP.apply(x, weight_in, weight_out))
+
+
+def residual_mix(x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """a * x + b * x0 for tensors of one shape and 0-dim parameters a, b."""
+    return cast(Tensor, _ResidualMix.apply(x, x0, a, b))
+
+
+def smear(x: Tensor, gate: Tensor) -> Tensor:
+    """Mix the previous position into each: x (B, T, C), gate (B, T - 1, 1) for positions 1 and later."""
+    return cast(Tensor, _Smear.apply(x, gate))
