@@ -20,10 +20,13 @@ fi
 # Documentation, manuals and translations are a third of a minimal Debian. The Python sources stay: they are the
 # sample corpus. Package lists and caches go, the image installs nothing later.
 echo "base-image: Debian $suite with Python, into $tag"
-mmdebstrap --variant=minbase --include=python3,python3-venv,ca-certificates \
+# merged-usr and usr-is-merged keep usrmerge and its 50 MB of Perl out. $1 in the hook is mmdebstrap's.
+# shellcheck disable=SC2016
+mmdebstrap --variant=minbase --include=python3,python3-venv,ca-certificates,usr-is-merged \
+  --hook-dir=/usr/share/mmdebstrap/hooks/merged-usr \
   --dpkgopt='path-exclude=/usr/share/man/*' --dpkgopt='path-exclude=/usr/share/locale/*' \
   --dpkgopt='path-exclude=/usr/share/doc/*' --dpkgopt='path-include=/usr/share/doc/*/copyright' \
-  --customize-hook='rm -f "$1/etc/apt/sources.list" "$1"/etc/apt/sources.list.d/*' \
+  --customize-hook='chroot "$1" sh -c "rm -rf /etc/apt/sources.list /etc/apt/sources.list.d/* /var/cache/* /var/log/*"' \
   --quiet "$suite" - "${mirror[@]}" |
   docker import --change 'CMD ["python3"]' \
     --change 'LABEL org.opencontainers.image.title=lantrain-base' - "$tag" >/dev/null

@@ -18,7 +18,12 @@ for glibc in manylinux_2_36 manylinux_2_35 manylinux_2_34 manylinux_2_31 manylin
   target+=(--platform "${glibc}_${arch}")
 done
 
-mkdir -p wheelhouse
+stamp=$(cat docker/requirements.txt <(echo "$torch $arch") | sha256sum | cut -d ' ' -f 1)
+if [ "$(cat wheelhouse/.complete 2>/dev/null)" = "$stamp" ]; then
+  echo "wheels: wheelhouse/ has what the lock file asks for"
+  exit
+fi
+rm -f wheelhouse/.complete
 find wheelhouse -name '*.whl' -delete
 echo "wheels: the packages of docker/requirements.txt"
 "$python" -m pip download --quiet --no-deps --require-hashes "${target[@]}" --dest wheelhouse -r docker/requirements.txt
@@ -35,4 +40,5 @@ case $(echo wheelhouse/torch-*.whl) in
     exit 2
     ;;
 esac
+echo "$stamp" >wheelhouse/.complete
 echo "wheels: $(find wheelhouse -name '*.whl' | wc -l) files, $(du -sh wheelhouse | cut -f1) in wheelhouse/"
