@@ -1,0 +1,49 @@
+"""How fast this machine multiplies matrices, and which dtype that speaks for."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+
+SLOW_FLOPS = 5e9
+"""Below this rate on a small product a big one is not tried: bf16 without the instructions is up to 500x slower."""
+
+
+def gemm_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 3) -> float:
+    """FLOP/s of a (size, size) matrix product in `dtype` with the current threads: best of `repeats`, after a small
+    product that bounds the time on a machine that emulates the dtype."""
+
+    def rate(n: int, times: int) -> float:
+        a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
+        best = 0.0
+        for _ in range(times):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            best = max(best, 2 * n**3 / (time.perf_counter() - start))
+        return best
+
+    small = rate(128, 3)
+    return small if small < SLOW_FLOPS else rate(size, repeats + 1)
+
+
+def native_bf16() -> bool:
+    """Whether this CPU has bf16 matrix instructions (AVX512_BF16 or AMX)."""
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name, False) for name in ("avx512_bf16", "amx_tile", "amx_bf16"))
+
+
+def choose_dtype() -> tuple[torch.dtype, str]:
+    """Compute dtype and the reason, from NANOCHAT_DTYPE: float32 (default), bfloat16, or auto.
+
+    auto takes bf16 only where the CPU has the instructions and a product is at least 1.3 times as fast.
+    """
+    given = os.environ.get("NANOCHAT_DTYPE") or "float32"
+    if given != "auto":
+        return getattr(torch, given), f"NANOCHAT_DTYPE={given}" if "NANOCHAT_DTYPE" in os.environ else "default"
+    if not native_bf16():
+        return torch.float32, "auto: this CPU has no bf16 matrix instructions"
+    fp32, bf16 = gemm_rate(torch.float32), gemm_rate(torch.bfloat16)
+    reason = f"auto: fp32 {fp32 / 1e9:.0f}, bf16 {bf16 / 1e9:.0f} GFLOP/s"
+    return (torch.bfloat16 if bf16 > 1.3 * fp32 else torch.float32), reason

@@ -1,0 +1,59 @@
+"""The `base_train` command, from arguments to exit code."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+
+from lantrain import paths
+from lantrain.cluster.cores import choose_threads
+from lantrain.cluster.group import agree_on_versions, form_groups, leave_groups
+from lantrain.training.config import Config, parse
+from lantrain.training.loop import Loop, guarded
+from lantrain.training.plan import make_plan, plan_lines
+from lantrain.training.start import prepare
+
+DEFAULT_VOCABULARY = 32768
+
+
+def train(argv: list[str]) -> int:
+    """Train as `argv` says. Returns the exit code: 0 when done, 128 + signal when stopped. Raises UserError."""
+    config = parse(argv)
+    if config.args.dry_run:
+        return dry_run(config)
+    threads, reason = choose_threads()
+    torch.set_num_threads(threads)
+    ranks = form_groups()
+    everyone = guarded(lambda: agree_on_versions(ranks), ranks)  # type: ignore[arg-type, return-value]
+    if ranks.leader:
+        print(f"{threads} threads ({reason})", flush=True)
+        for rank, other in enumerate(everyone):  # type: ignore[arg-type]
+            print(f"rank {rank}: host {other['host']}, {other['threads']} threads, torch {other['torch']}", flush=True)
+    code = guarded(lambda: _run(config, ranks), ranks)
+    leave_groups(ranks)
+    return code
+
+
+def _run(config: Config, ranks) -> int:  # type: ignore[no-untyped-def]
+    setup = prepare(config, ranks)
+    if ranks.leader:
+        for line in plan_lines(setup.plan, config, ranks.world):
+            print(line, flush=True)
+    return Loop(config, setup, ranks).run()
+
+
+def dry_run(config: Config) -> int:
+    """Print the plan for --world-size ranks, with the vocabulary of the tokenizer that is there, or 32768."""
+    vocabulary = DEFAULT_VOCABULARY
+    description = paths.tokenizer_dir() / "tokenizer.json"
+    if description.exists():
+        from lantrain.data.tokenizer import Tokenizer
+
+        vocabulary = Tokenizer.load(paths.tokenizer_dir()).vocab_size
+    world = config.args.world_size or 1
+    print(f"Plan for {world} ranks, vocabulary {vocabulary}:")
+    print(f"Configuration: {json.dumps(config.user)}")
+    for line in plan_lines(make_plan(config, vocabulary), config, world):
+        print(line)
+    return 0

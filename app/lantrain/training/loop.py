@@ -1,0 +1,341 @@
+"""The training loop: every rank runs it in step, the leader reads, prints, samples and saves."""
+
+from __future__ import annotations
+
+import gc
+import math
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import lantrain
+from lantrain import paths
+from lantrain.cluster.gemm import gemm_rate
+from lantrain.cluster.group import Ranks, gather_json
+from lantrain.cluster.replicas import check_replicas
+from lantrain.cluster.shares import micro_batches, split_rows
+from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
+from lantrain.data.packing import RowStream
+from lantrain.errors import UserError
+from lantrain.model.embedding import EmbeddingRows
+from lantrain.training import checkpoint
+from lantrain.training.config import Config, parse_shares
+from lantrain.training.evaluate import evaluate_bpb
+from lantrain.training.sample import complete
+from lantrain.training.start import Setup, leader_does
+from lantrain.training.track import Metrics, Progress, heartbeat, step_line
+
+REPLICA_CHECK_EVERY = 50
+"""Steps between comparisons of the ranks' parameters; the hash takes some 20 ms at depth 4."""
+
+PROMPTS = (
+    "The capital of France is",
+    "The chemical symbol of gold is",
+    "If yesterday was Friday, then tomorrow will be",
+    "The opposite of hot is",
+    "The planets of the solar system are:",
+    "My favorite color is",
+    "If 5*x + 3 = 13, then x is",
+)
+SAMPLE_TOKENS = 16
+
+
+class StopSignal:
+    """Remembers a SIGTERM or SIGINT until the step boundary, where the ranks agree to stop together."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> StopSignal:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            self._before[number] = signal.signal(number, self._remember)
+        return self
+
+    def _remember(self, number: int, frame: FrameType | None) -> None:
+        self.number = number
+
+    def __exit__(self, *exception: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+
+class Loop:
+    """One run from `setup.start_step` to its end. `run` is collective and returns the exit code."""
+
+    def __init__(self, config: Config, setup: Setup, ranks: Ranks) -> None:
+        self.config, self.setup, self.ranks = config, setup, ranks
+        self.args, self.plan, self.model = config.args, setup.plan, setup.model
+        self.folder: Path = paths.checkpoint_dir(config.tag)
+        self.weights = parse_shares(self.args.shares, ranks.world)
+        self.shares = split_rows(self.plan.rows, self.weights)
+        self.progress = Progress()
+        self.wide = self.plan.model.vocab_size > 2**16
+        self.stream: RowStream | None = None
+        self.metrics: Metrics | None = None
+        self.validation: Any = None
+        self.last: Batch | None = None
+        self.saved_step = -1
+        self.machine_flops = sum(gather_json(gemm_rate(self.model.compute_dtype), ranks))
+        leader_does(ranks, self._open_leader_side)
+
+    def _open_leader_side(self) -> None:
+        assert self.setup.shards is not None and self.setup.tokenizer is not None
+        threads = max(1, torch.get_num_threads() // 2)
+        self.stream = RowStream(self.setup.shards.train, self.setup.tokenizer, self.args.max_seq_len, threads=threads)
+        resumed = self.setup.resumed
+        if resumed:
+            self.stream.restore(resumed.state["rows"])
+            self.progress = Progress.from_dict(resumed.meta["loop_state"], resumed.meta["val_bpb"])
+        self.metrics = Metrics(self.folder / "metrics.jsonl", self.setup.start_step)
+        self.saved_step = self.setup.start_step if resumed else -1
+
+    def _say(self, line: str) -> None:
+        if self.ranks.leader:
+            print(line, flush=True)
+
+    def run(self) -> int:
+        """Train to the end, or to a stop signal. Returns 0, or 128 + the signal's number."""
+        step = self.setup.start_step
+        source = PackedAhead(self.stream, self.plan.rows) if self.stream else None
+        feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, step)
+        end = self._last_step()
+        try:
+            with StopSignal() as stop:
+                if step < end:
+                    feed.start(self.shares)
+                return self._steps(step, end, feed, stop)
+        finally:
+            feed.close()
+            if self.metrics:
+                self.metrics.close()
+
+    def _last_step(self) -> int:
+        stop_after = self.args.stop_after
+        return min(self.plan.num_iterations, stop_after) if stop_after > 0 else int(self.plan.num_iterations)
+
+    def _steps(self, step: int, end: int, feed: Feed, stop: StopSignal) -> int:
+        while True:
+            self._evaluate_and_sample(step)
+            due = self.args.save_every > 0 and step > 0 and step % self.args.save_every == 0
+            if step >= end or due:
+                self._save(step, final=step >= end)
+            if step >= end:
+                break
+            try:
+                batch = feed.next(more=step + 1 < end)
+            except FeedError:
+                self._save(step, final=True)
+                raise
+            signal_number = self._train_step(batch, step, stop)
+            step += 1
+            if step == self.setup.start_step + 1:
+                # The objects of the start-up live for ever; collecting them again and again cost 0.5 s a time.
+                gc.collect()
+                gc.freeze()
+            if step % REPLICA_CHECK_EVERY == 0:
+                check_replicas(dict(self.model.named_parameters()), self.ranks, step)
+            if signal_number and step < end:
+                self._save(step, final=True)
+                self._say(f"stopped by {signal.Signals(signal_number).name} after step {step}; --resume auto goes on")
+                return 128 + signal_number
+        self._say_end(step)
+        return 0
+
+    def _train_step(self, batch: Batch, step: int, stop: StopSignal) -> int:
+        """One optimizer step on every rank; returns the number of a stop signal that any rank has received."""
+        started = time.perf_counter()
+        loss, rows = self._forward_backward(batch)
+        computed = time.perf_counter() - started
+        loss, signal_number = self._exchange_loss(loss, stop.number, step)
+        multiplier = self.plan.schedule.lr_multiplier(step)
+        self.setup.optimizer.step(
+            rows,
+            lr_multiplier=multiplier,
+            muon_momentum=self.plan.schedule.muon_momentum(step),
+            muon_weight_decay=self.plan.schedule.muon_weight_decay(step),
+        )
+        seconds = time.perf_counter() - started
+        self._report_step(step + 1, batch, loss, multiplier, seconds, computed)
+        return signal_number
+
+    def _forward_backward(self, batch: Batch) -> tuple[float, EmbeddingRows | None]:
+        """Gradients of this rank's rows, as a share of the whole batch's mean loss; returns that share of the loss."""
+        if not len(batch.rows):
+            return 0.0, None
+        inputs, targets = batch.rows[:, :-1].contiguous(), batch.rows[:, 1:].contiguous()
+        rows = EmbeddingRows.gather(self.model.embedding_tables(), inputs, self.plan.model.vocab_size)
+        total, start = 0.0, 0
+        for size in micro_batches(len(inputs), self.args.device_batch_size):
+            micro = slice(start, start + size)
+            start += size
+            # Sums over tokens, divided by the tokens of the whole step: the split over ranks does not show.
+            loss = self.model.loss(inputs[micro], targets[micro], scale=1 / self.plan.total_batch, rows=rows)
+            loss.backward()  # type: ignore[no-untyped-call]
+            total += float(loss.detach())
+        return total, rows
+
+    def _exchange_loss(self, loss: float, signal_number: int, step: int) -> tuple[float, int]:
+        """Sum of the ranks' losses in rank order, and any stop signal. Bad numbers end the run before the update."""
+        mine = torch.tensor([loss, float(signal_number)], dtype=torch.float64)
+        everyone = [torch.zeros_like(mine) for _ in range(self.ranks.world)]
+        if self.ranks.world > 1:
+            dist.all_gather(everyone, mine)
+        else:
+            everyone = [mine]
+        losses = [float(values[0]) for values in everyone]
+        bad = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
+        if bad:
+            raise UserError(
+                f"the loss of rank {', '.join(bad)} is not a number in step {step + 1}; checkpoints are as they were",
+                "resume from the last checkpoint with lower learning rates",
+                1,
+            )
+        return sum(losses), max(int(values[1]) for values in everyone)
+
+    def _report_step(
+        self, step: int, batch: Batch, loss: float, multiplier: float, seconds: float, computed: float
+    ) -> None:
+        if not self.ranks.leader:
+            heartbeat(step)
+            return
+        tokens, total = self.plan.total_batch, self.plan.num_iterations
+        smooth = self.progress.add_step(step, loss, seconds)
+        mfu = self.plan.flops_per_token * tokens / seconds / self.machine_flops
+        eta = self.progress.eta_seconds(step, total, seconds)
+        self._say(
+            step_line(
+                step, total, loss=smooth, lr_multiplier=multiplier, seconds=seconds, tokens=tokens, mfu=mfu,
+                epoch=batch.epoch, total_seconds=self.progress.total_seconds, eta_seconds=eta,
+            )  # fmt: skip
+        )
+        assert self.metrics is not None
+        self.metrics.add(
+            step=step, loss=loss, smooth_loss=smooth, lr_multiplier=multiplier, dt=seconds, compute_s=computed,
+            tok_per_sec=tokens / seconds, mfu=mfu, epoch=batch.epoch, ranks=self.ranks.world, time=time.time(),
+        )  # fmt: skip
+        self.last = batch
+        heartbeat(step)
+
+    def _evaluate_and_sample(self, step: int) -> None:
+        args, last = self.args, step >= self.plan.num_iterations
+        fresh = step != self.setup.start_step or step == 0
+        if args.eval_every > 0 and (last or step % args.eval_every == 0) and fresh:
+            bpb = self._evaluate()
+            self._say(f"Step {step:05d} | Validation bpb: {bpb:.6f}")
+            self.progress.val_bpb = bpb
+            self.progress.min_val_bpb = min(self.progress.min_val_bpb, bpb)
+            if self.metrics:
+                self.metrics.add(step=step, val_bpb=bpb, time=time.time())
+        if self.ranks.leader and args.sample_every > 0 and step > 0 and (last or step % args.sample_every == 0):
+            assert self.setup.tokenizer is not None
+            for prompt in PROMPTS:
+                self._say(complete(self.model, self.setup.tokenizer, prompt, max_tokens=SAMPLE_TOKENS, temperature=0.0))
+
+    def _evaluate(self) -> float:
+        per_step = min(self.plan.rows, self.plan.eval_rows)
+        steps = self.plan.eval_rows // per_step
+        source = None
+        if self.ranks.leader:
+            if self.validation is None:
+                self.validation = self._validation_rows(per_step * steps)
+            source = FixedRows(self.validation, per_step)
+        feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0)
+        feed.start(split_rows(per_step, self.weights))
+        try:
+            return evaluate_bpb(
+                self.model, feed, steps, self.setup.token_bytes, self.args.device_batch_size, self.ranks
+            )
+        finally:
+            feed.close()
+
+    def _validation_rows(self, count: int) -> Any:
+        """The first `count` rows of the validation shard; packed once, they are the same at every evaluation."""
+        assert self.setup.shards is not None and self.setup.tokenizer is not None
+        threads = max(1, torch.get_num_threads() // 2)
+        stream = RowStream(self.setup.shards.val, self.setup.tokenizer, self.args.max_seq_len, threads=threads)
+        return stream.next_rows(count)
+
+    def _save(self, step: int, final: bool) -> None:
+        """A complete checkpoint of `step`, unless there is one. A failure ends the run only when it is the `final` one."""
+        if step == 0 or step == self.setup.start_step:
+            return
+        check_replicas(dict(self.model.named_parameters()), self.ranks, step)
+        optimizer_state = self.setup.optimizer.full_state()
+        if not self.ranks.leader or step == self.saved_step:
+            return
+        assert optimizer_state is not None and self.last is not None and self.last.state is not None
+        state = {"optimizer": optimizer_state, "rows": self.last.state.to_dict()}
+        started = time.perf_counter()
+        try:
+            marker = checkpoint.save(
+                self.folder, step, self.model.state_dict(), self._meta(step, self.last.position), state,
+                keep_last=self.args.keep_last,
+            )  # fmt: skip
+        except checkpoint.CheckpointError as error:
+            if final:
+                raise
+            print(f"warning: {error}; training goes on, the last checkpoint is as it was", file=sys.stderr, flush=True)
+            return
+        self.saved_step = step
+        self._say(f"Saved checkpoint of step {step} in {marker.parent} ({time.perf_counter() - started:.1f} s)")
+
+    def _meta(self, step: int, position: dict[str, int]) -> dict[str, Any]:
+        plan = self.plan.describe()
+        return {
+            "step": step,
+            "val_bpb": self.progress.val_bpb,
+            "model_config": plan["model"],
+            "user_config": self.config.user,
+            "device_batch_size": self.args.device_batch_size,
+            "max_seq_len": self.args.max_seq_len,
+            "total_batch_size": self.plan.total_batch,
+            "dataloader_state_dict": position,
+            "loop_state": self.progress.to_dict(),
+            "num_iterations": self.plan.num_iterations,
+            "lantrain": {"version": lantrain.__version__, "torch": str(torch.__version__), "ranks": self.ranks.world},
+        }
+
+    def _say_end(self, step: int) -> None:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+        self._say(f"Peak memory usage: {peak:.2f}MiB")
+        self._say(f"Total training time: {self.progress.total_seconds / 60:.2f}m")
+        if self.progress.val_bpb is not None:
+            self._say(f"Minimum validation bpb: {self.progress.min_val_bpb:.6f}")
+
+
+def lost_contact(error: RuntimeError, ranks: Ranks) -> UserError | None:
+    """A UserError for a failed exchange with another rank, or None when `error` is something else.
+
+    Gloo and torch report a dead or silent peer as RuntimeError with a C++ source line in front.
+    """
+    text = str(error)
+    signs = ("gloo", "Connection closed by peer", "Connection reset", "Timed out waiting", "Connection refused")
+    if not isinstance(error, dist.DistError) and not any(sign in text for sign in signs):
+        return None
+    reason = text.strip().splitlines()[0].rpartition("] ")[2] if "] " in text else text.strip().splitlines()[0]
+    return UserError(
+        f"rank {ranks.rank} lost contact with another rank: {reason}",
+        "see that rank's log; --resume auto continues from the last checkpoint",
+        1,
+    )
+
+
+def guarded(run: Callable[[], int], ranks: Ranks) -> int:
+    """Run `run`, turning a lost peer into one clear line."""
+    try:
+        return run()
+    except RuntimeError as error:
+        clear = lost_contact(error, ranks)
+        if clear is None or os.environ.get("LANTRAIN_DEBUG"):
+            raise
+        raise clear from None

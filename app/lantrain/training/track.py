@@ -1,0 +1,115 @@
+"""What a run tells: the step line on the terminal, metrics.jsonl beside the checkpoints, and a heartbeat file."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+EMA_BETA = 0.9
+UNTIMED_STEPS = 10
+"""The first steps are left out of the total time and the ETA, as in nanochat."""
+
+
+@dataclass
+class Progress:
+    """Running figures of a run; `to_dict` goes into the checkpoint as nanochat's loop_state."""
+
+    smooth_loss: float = 0.0
+    total_seconds: float = 0.0
+    timed_steps: int = 0
+    min_val_bpb: float = float("inf")
+    val_bpb: float | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """nanochat's loop_state, and the number of steps inside the total time."""
+        return {
+            "min_val_bpb": self.min_val_bpb,
+            "smooth_train_loss": self.smooth_loss,
+            "total_training_time": self.total_seconds,
+            "timed_steps": self.timed_steps,
+        }
+
+    @classmethod
+    def from_dict(cls, loop_state: dict[str, Any], val_bpb: float | None) -> Progress:
+        """Restore from a checkpoint's meta."""
+        return cls(
+            loop_state["smooth_train_loss"], loop_state["total_training_time"], loop_state.get("timed_steps", 0),
+            loop_state["min_val_bpb"], val_bpb,
+        )  # fmt: skip
+
+    def add_step(self, step: int, loss: float, seconds: float) -> float:
+        """Count the step that ended as number `step` (1-based); returns the debiased moving average of the loss."""
+        self.smooth_loss = EMA_BETA * self.smooth_loss + (1 - EMA_BETA) * loss
+        if step > UNTIMED_STEPS:
+            self.total_seconds += seconds
+            self.timed_steps += 1
+        return self.smooth_loss / (1 - EMA_BETA**step)
+
+    def eta_seconds(self, step: int, num_iterations: int, seconds: float) -> float:
+        """Seconds to the end of the run, by the mean of the timed steps, or by this step while there is none."""
+        mean = self.total_seconds / self.timed_steps if self.timed_steps else seconds
+        return (num_iterations - step) * mean
+
+
+def duration(seconds: float) -> str:
+    """`seconds` for a person: 42s, 3.5m, 7.2h, 3.1d."""
+    for unit, size in (("d", 86400.0), ("h", 3600.0), ("m", 60.0)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f}{unit}"
+    return f"{seconds:.0f}s"
+
+
+def step_line(
+    step: int, num_iterations: int, *, loss: float, lr_multiplier: float, seconds: float, tokens: int, mfu: float,
+    epoch: int, total_seconds: float, eta_seconds: float,
+) -> str:  # fmt: skip
+    """The line of one finished step, in the form of the report and of nanochat."""
+    return (
+        f"step {step:05d}/{num_iterations:05d} ({100 * step / num_iterations:.2f}%) | loss: {loss:.6f} | "
+        f"lrm: {lr_multiplier:.2f} | dt: {seconds * 1000:.2f}ms | tok/sec: {int(tokens / seconds):,} | "
+        f"mfu: {100 * mfu:.2f} | epoch: {epoch} | total time: {total_seconds / 60:.2f}m | eta: {duration(eta_seconds)}"
+    )
+
+
+class Metrics:
+    """metrics.jsonl: one JSON object a step or evaluation, written at once, so that a crash loses nothing."""
+
+    def __init__(self, path: Path, resumed_step: int) -> None:
+        """Keep what earlier parts of this run wrote up to `resumed_step`; a fresh run (0) starts an empty file."""
+        kept: list[str] = []
+        if resumed_step > 0 and path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step]
+        temporary = path.with_name(f".{path.name}.tmp")
+        temporary.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(temporary, path)
+        self._file = path.open("a", buffering=1)
+
+    def add(self, **values: Any) -> None:
+        """Append one record; its key `step` is the number of finished steps."""
+        self._file.write(json.dumps(values) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+def _step_of(line: str) -> float:
+    """Step of a record; a line cut short by a crash counts as after everything."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return float("inf")
+
+
+def heartbeat(step: int) -> None:
+    """Touch the file that LANTRAIN_HEARTBEAT names: a container is healthy while steps are made."""
+    path = os.environ.get("LANTRAIN_HEARTBEAT")
+    if path:
+        try:
+            Path(path).write_text(f"{step}\n")
+        except OSError as error:
+            print(f"warning: cannot write LANTRAIN_HEARTBEAT={path}: {error.strerror}", flush=True)
+            os.environ.pop("LANTRAIN_HEARTBEAT")
