@@ -18,13 +18,11 @@ from torch import Tensor
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     """Causal attention of one sequence with itself.
 
-    q (B, H, T, D); k, v (B, H_kv, T, D) with H a multiple of H_kv; window >= 0. Returns (B, H, T, D).
+    q (B, H, T, D); k, v (B, H_kv, T, D) with H a multiple of H_kv; window >= 1. Returns (B, H, T, D).
     """
     k, v = _repeat_heads(q, k, v)
     if window >= q.size(2) - 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
-    if window == 0:
-        return v
     return _local_attention(q, k, v, window)
 
 
