@@ -34,7 +34,7 @@ fi
 
 version=$(sed -nE 's/^__version__ = "(.*)"/\1/p' app/lantrain/__init__.py)
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
-[ -z "$(git status --porcelain -- app docker/Dockerfile docker/requirements.txt 2>/dev/null)" ] || revision=$revision-dirty
+[ -z "$(git status --porcelain -- app data docker pyproject.toml 2>/dev/null)" ] || revision=$revision-dirty
 
 echo "image: $image $version from $base; packages from $wheels"
 DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$image" "${network[@]}" --progress "${PROGRESS:-auto}" \
