@@ -43,8 +43,7 @@ def choose_threads() -> tuple[int, str]:
     if given.isdigit() and int(given) > 0:
         reason = f"OMP_NUM_THREADS={given}"
         if given == "1" and local_ranks > 1 and cores >= 2 * local_ranks:
-            reason += (
-                f", torchrun's default for several ranks on a node; OMP_NUM_THREADS={cores // local_ranks} uses all cores"
-            )
+            reason += f", torchrun's default for several ranks a node; OMP_NUM_THREADS={cores // local_ranks} uses all"
         return int(given), reason
-    return max(1, cores // local_ranks), f"{cores} usable cores" + (f" / {local_ranks} ranks" if local_ranks > 1 else "")
+    reason = f"{cores} usable cores" + (f" / {local_ranks} ranks" if local_ranks > 1 else "")
+    return max(1, cores // local_ranks), reason

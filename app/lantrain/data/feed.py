@@ -62,7 +62,7 @@ class PackedAhead:
             while not self._stop.is_set():
                 rows = self._stream.next_rows(self._rows)
                 self._put((rows, self._stream.state(), dict(self._stream.position)))
-        except BaseException as error:  # noqa: BLE001 - whatever went wrong is raised where the rows are needed
+        except BaseException as error:
             self._put(error)
 
     def next(self) -> tuple[np.ndarray, Any, dict[str, int]]:
@@ -103,7 +103,9 @@ class Feed:
     moves nothing until the receiving side has asked.
     """
 
-    def __init__(self, source: PackedAhead | FixedRows | None, ranks: Ranks, seq_len: int, wide: bool, first_step: int) -> None:
+    def __init__(
+        self, source: PackedAhead | FixedRows | None, ranks: Ranks, seq_len: int, wide: bool, first_step: int
+    ) -> None:
         """`source` is the leader's (None elsewhere); `wide` when token ids need 32 bits (vocabulary above 65536)."""
         self._source, self._ranks, self._seq_len = source, ranks, seq_len
         # Gloo has no 16-bit unsigned type; the rows travel as bytes.

@@ -11,7 +11,7 @@ applies the same AdamW update to its own copy: at depth 8 that keeps 84 of 126 m
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -159,7 +159,7 @@ class ShardedOptimizer:
         self._update_muon(by_piece, lr_multiplier, muon_momentum, muon_weight_decay)
         self._return_weights()
 
-    def _send_gradients(self):  # type: ignore[no-untyped-def]
+    def _send_gradients(self) -> Callable[[], Tensor]:
         """Start the exchange; the returned function waits and gives the flat sum for this rank's pieces."""
         parts = []
         for owned in self.owned:
@@ -231,7 +231,9 @@ class ShardedOptimizer:
         gradient = rows.rows[name].grad
         return torch.zeros(rows.ids.numel(), width) if gradient is None else gradient
 
-    def _adamw(self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, group: ParamGroup, lr_multiplier: float) -> None:
+    def _adamw(
+        self, param: Tensor, grad: Tensor, m: Tensor, v: Tensor, group: ParamGroup, lr_multiplier: float
+    ) -> None:
         adamw_update(
             param, grad, m, v,
             step=self.steps, lr=group.lr * lr_multiplier, betas=group.betas, eps=group.eps,
@@ -271,7 +273,7 @@ class ShardedOptimizer:
                 view.copy_(values.view_as(view))
 
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step, by part, for the dense tensors (the touched rows vary with the text)."""
+        """Bytes that this rank sends in a step, by part, dense tensors only (touched rows vary with the text)."""
         dense = sum(size for rank, size in enumerate(self.sizes) if rank != self.ranks.rank)
         back = self.sizes[self.ranks.rank] * (self.ranks.world - 1)
         return {"gradients": 4 * dense, "weights": 4 * back}

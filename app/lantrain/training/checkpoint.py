@@ -139,7 +139,7 @@ def save(
         free = shutil.disk_usage(folder).free
         if free < need + SPARE_BYTES:
             raise CheckpointError(
-                f"checkpoint of step {step} needs {need / 2**20:.0f} MiB, {folder} has {free / 2**20:.0f} MiB free",
+                f"checkpoint of step {step} needs {(need + SPARE_BYTES) / 2**20:.1f} MiB, {folder} has {free / 2**20:.1f}",
                 "free some space, or set NANOCHAT_BASE_DIR to a bigger disk",
             )
         # Saving a step again (after a resume) must not leave an old marker beside new files.
@@ -238,7 +238,9 @@ def _other_tags(folder: Path) -> str:
     """What else could be resumed: people forget --depth, and the folder is named after it."""
     parent = folder.parent
     tags = sorted(path.name for path in parent.iterdir() if complete_steps(path)) if parent.is_dir() else []
-    return f"there are checkpoints of: {', '.join(tags)}; give the same --depth or --model-tag" if tags else "start anew"
+    if not tags:
+        return "start anew"
+    return f"there are checkpoints of: {', '.join(tags)}; give the same --depth or --model-tag"
 
 
 def load_model(folder: Path, step: int | None = None) -> tuple[int, dict[str, Tensor], dict[str, Any]]:

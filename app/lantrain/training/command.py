@@ -8,7 +8,7 @@ import torch
 
 from lantrain import paths
 from lantrain.cluster.cores import choose_threads
-from lantrain.cluster.group import agree_on_versions, form_groups, leave_groups
+from lantrain.cluster.group import Ranks, agree_on_versions, form_groups, leave_groups
 from lantrain.training.config import Config, parse
 from lantrain.training.loop import Loop, guarded
 from lantrain.training.plan import make_plan, plan_lines
@@ -25,17 +25,17 @@ def train(argv: list[str]) -> int:
     threads, reason = choose_threads()
     torch.set_num_threads(threads)
     ranks = form_groups()
-    everyone = guarded(lambda: agree_on_versions(ranks), ranks)  # type: ignore[arg-type, return-value]
+    everyone = guarded(lambda: agree_on_versions(ranks), ranks)
     if ranks.leader:
         print(f"{threads} threads ({reason})", flush=True)
-        for rank, other in enumerate(everyone):  # type: ignore[arg-type]
+        for rank, other in enumerate(everyone):
             print(f"rank {rank}: host {other['host']}, {other['threads']} threads, torch {other['torch']}", flush=True)
     code = guarded(lambda: _run(config, ranks), ranks)
     leave_groups(ranks)
     return code
 
 
-def _run(config: Config, ranks) -> int:  # type: ignore[no-untyped-def]
+def _run(config: Config, ranks: Ranks) -> int:
     setup = prepare(config, ranks)
     if ranks.leader:
         for line in plan_lines(setup.plan, config, ranks.world):

@@ -71,7 +71,7 @@ def build_parser() -> argparse.ArgumentParser:
     own.add_argument("--resume", choices=["auto"], default=None, help="auto: the newest complete checkpoint, if any")
     own.add_argument("--keep-last", type=int, default=3, help="complete checkpoints kept; older ones go (0: all)")
     own.add_argument("--shares", default=None, help="relative rows of each rank, for example 3,1 (default: equal)")
-    own.add_argument("--stop-after", type=int, default=-1, help="stop with a checkpoint after this step (-1: at the end)")
+    own.add_argument("--stop-after", type=int, default=-1, help="stop with a checkpoint after this step (-1: off)")
     own.add_argument("--dry-run", action="store_true", help="print the plan and leave; needs no data")
     own.add_argument("--world-size", type=int, default=None, help="ranks to plan for, with --dry-run")
     return parser
@@ -187,5 +187,3 @@ def evaluation_rows(config: Config, rows_per_step: int, seq_len: int) -> int:
     if "eval_tokens" in config.explicit:
         return max(1, int(config.args.eval_tokens) // seq_len)
     return DEFAULT_EVAL_STEPS * rows_per_step
-
-

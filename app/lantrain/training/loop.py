@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,6 +33,8 @@ from lantrain.training.evaluate import evaluate_bpb
 from lantrain.training.sample import complete
 from lantrain.training.start import Setup, leader_does
 from lantrain.training.track import Metrics, Progress, heartbeat, step_line
+
+T = TypeVar("T")
 
 REPLICA_CHECK_EVERY = 50
 """Steps between comparisons of the ranks' parameters; the hash takes some 20 ms at depth 4."""
@@ -89,7 +91,8 @@ class Loop:
         leader_does(ranks, self._open_leader_side)
 
     def _open_leader_side(self) -> None:
-        assert self.setup.shards is not None and self.setup.tokenizer is not None
+        assert self.setup.shards is not None
+        assert self.setup.tokenizer is not None
         threads = max(1, torch.get_num_threads() // 2)
         self.stream = RowStream(self.setup.shards.train, self.setup.tokenizer, self.args.max_seq_len, threads=threads)
         resumed = self.setup.resumed
@@ -180,7 +183,7 @@ class Loop:
             start += size
             # Sums over tokens, divided by the tokens of the whole step: the split over ranks does not show.
             loss = self.model.loss(inputs[micro], targets[micro], scale=1 / self.plan.total_batch, rows=rows)
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
             total += float(loss.detach())
         return total, rows
 
@@ -212,12 +215,11 @@ class Loop:
         smooth = self.progress.add_step(step, loss, seconds)
         mfu = self.plan.flops_per_token * tokens / seconds / self.machine_flops
         eta = self.progress.eta_seconds(step, total, seconds)
-        self._say(
-            step_line(
-                step, total, loss=smooth, lr_multiplier=multiplier, seconds=seconds, tokens=tokens, mfu=mfu,
-                epoch=batch.epoch, total_seconds=self.progress.total_seconds, eta_seconds=eta,
-            )  # fmt: skip
-        )
+        line = step_line(
+            step, total, loss=smooth, lr_multiplier=multiplier, seconds=seconds, tokens=tokens, mfu=mfu,
+            epoch=batch.epoch, total_seconds=self.progress.total_seconds, eta_seconds=eta,
+        )  # fmt: skip
+        self._say(line)
         assert self.metrics is not None
         self.metrics.add(
             step=step, loss=loss, smooth_loss=smooth, lr_multiplier=multiplier, dt=seconds, compute_s=computed,
@@ -260,20 +262,23 @@ class Loop:
 
     def _validation_rows(self, count: int) -> Any:
         """The first `count` rows of the validation shard; packed once, they are the same at every evaluation."""
-        assert self.setup.shards is not None and self.setup.tokenizer is not None
+        assert self.setup.shards is not None
+        assert self.setup.tokenizer is not None
         threads = max(1, torch.get_num_threads() // 2)
         stream = RowStream(self.setup.shards.val, self.setup.tokenizer, self.args.max_seq_len, threads=threads)
         return stream.next_rows(count)
 
     def _save(self, step: int, final: bool) -> None:
-        """A complete checkpoint of `step`, unless there is one. A failure ends the run only when it is the `final` one."""
+        """A complete checkpoint of `step`, unless there is one. Only a failure of the `final` one ends the run."""
         if step == 0 or step == self.setup.start_step:
             return
         check_replicas(dict(self.model.named_parameters()), self.ranks, step)
         optimizer_state = self.setup.optimizer.full_state()
         if not self.ranks.leader or step == self.saved_step:
             return
-        assert optimizer_state is not None and self.last is not None and self.last.state is not None
+        assert optimizer_state is not None
+        assert self.last is not None
+        assert self.last.state is not None
         state = {"optimizer": optimizer_state, "rows": self.last.state.to_dict()}
         started = time.perf_counter()
         try:
@@ -330,7 +335,7 @@ def lost_contact(error: RuntimeError, ranks: Ranks) -> UserError | None:
     )
 
 
-def guarded(run: Callable[[], int], ranks: Ranks) -> int:
+def guarded(run: Callable[[], T], ranks: Ranks) -> T:
     """Run `run`, turning a lost peer into one clear line."""
     try:
         return run()

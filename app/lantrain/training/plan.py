@@ -105,19 +105,24 @@ def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
     yield f"Rows per step: {plan.rows} of {args.max_seq_len} tokens = {plan.total_batch:,} tokens"
     for rank, share in enumerate(shares):
         batches = micro_batches(share, args.device_batch_size)
-        yield f"  rank {rank}: {share} rows in {len(batches)} micro-batches {batches if len(batches) <= 8 else ''}".rstrip()
+        sizes = f" {batches}" if 0 < len(batches) <= 8 else ""
+        yield f"  rank {rank}: {share} rows in {len(batches)} micro-batches{sizes}"
     scaling = _scaling_params(plan.counts)
     tokens = plan.total_batch * plan.num_iterations
-    yield f"Steps: {plan.num_iterations:,} ({plan.horizon_reason}), {tokens:,} tokens, {tokens / scaling:.2f} per scaling parameter"
+    yield f"Steps: {plan.num_iterations:,} ({plan.horizon_reason})"
+    yield f"Tokens: {tokens:,}, {tokens / scaling:.2f} per scaling parameter"
     yield f"Total training FLOPs estimate: {plan.flops_per_token * tokens:e}"
     yield (
         f"Schedule: warmup {plan.schedule.warmup_steps} steps, warmdown the last {plan.schedule.warmdown_steps} "
-        f"to {plan.schedule.final_lr_frac:g}; lr multiplier at step 0 / middle / last: "
-        + " / ".join(f"{plan.schedule.lr_multiplier(s):.4f}" for s in (0, plan.num_iterations // 2, plan.num_iterations - 1))
+        f"to {plan.schedule.final_lr_frac:g}"
     )
+    yield "  step, lr multiplier, Muon momentum, weight decay:"
+    for step in sorted({0, plan.num_iterations // 2, plan.num_iterations - 1}):
+        s = plan.schedule
+        yield f"  {step:6d} {s.lr_multiplier(step):.4f} {s.muon_momentum(step):.4f} {s.muon_weight_decay(step):.6f}"
     if args.eval_every > 0:
         tokens = plan.eval_rows * args.max_seq_len
-        given = "" if "eval_tokens" in config.explicit else " (choose with --eval-tokens; nanochat's 41,943,040 take hours)"
+        given = "" if "eval_tokens" in config.explicit else " (--eval-tokens sets it; nanochat's 41,943,040 take hours)"
         yield f"Evaluation: every {args.eval_every} steps on {tokens:,} tokens{given}"
     if args.core_metric_every > 0:
         yield "CORE metric: not there yet, the run goes on without it"

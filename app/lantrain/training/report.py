@@ -81,8 +81,10 @@ def plot_losses(runs: Sequence[RunFigures], path: Path) -> None:
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
     for index, run in enumerate(runs):
         steps = sorted(run.losses)
-        style = {"linewidth": 4, "alpha": 0.35} if index == 0 and len(runs) > 1 else {"linewidth": 1.5}
-        axes.plot(steps, [run.losses[step] for step in steps], label=f"{run.name}: loss", **style)
+        # The runs should lie on each other, so the first is drawn wide and pale beneath.
+        wide = index == 0 and len(runs) > 1
+        losses = [run.losses[step] for step in steps]
+        axes.plot(steps, losses, label=f"{run.name}: loss", linewidth=4 if wide else 1.5, alpha=0.35 if wide else 1)
     axes.set_xlabel("step")
     axes.set_ylabel("training loss (nats per token)")
     axes.grid(alpha=0.3)

@@ -125,8 +125,8 @@ def check_resumed(plan: Plan, config: Config, resumed: checkpoint.Checkpoint) ->
         old = plan.schedule.__class__(**{**plan.describe()["schedule"], "num_iterations": before})
         step = min(resumed.step, before - 1)
         notes.append(
-            f"warning: {before} steps became {plan.num_iterations}: the learning-rate multiplier at step {resumed.step} "
-            f"is {plan.schedule.lr_multiplier(resumed.step):.4f} instead of {old.lr_multiplier(step):.4f}"
+            f"warning: {before} steps became {plan.num_iterations}: the learning-rate multiplier of step {resumed.step}"
+            f" is {plan.schedule.lr_multiplier(resumed.step):.4f} instead of {old.lr_multiplier(step):.4f}"
         )
     if resumed.meta["total_batch_size"] != plan.total_batch:
         notes.append(

@@ -2,9 +2,9 @@ import itertools
 
 import pytest
 import torch
-from tests.unit.model.reference import small_config, trained_looking
 
 from lantrain.training.generate import generate
+from tests.unit.model.reference import small_config, trained_looking
 
 PROMPT = [1, 5, 9]
 

@@ -1,0 +1,144 @@
+"""The command line is nanochat's; mistakes are one line that helps."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from lantrain.errors import UserError
+from lantrain.training.config import build_parser, evaluation_rows, parse, parse_shares
+from lantrain.training.plan import make_plan, plan_lines
+from tests.distributed.ranks import APP
+
+NANOCHAT_DEFAULTS = {
+    "run": "dummy", "device_type": "", "fp8": False, "fp8_recipe": "tensorwise", "depth": 20, "aspect_ratio": 64,
+    "head_dim": 128, "max_seq_len": 2048, "window_pattern": "SSSL", "num_iterations": -1, "target_flops": -1.0,
+    "target_param_data_ratio": 12, "device_batch_size": 32, "total_batch_size": -1, "embedding_lr": 0.3,
+    "unembedding_lr": 0.008, "weight_decay": 0.28, "matrix_lr": 0.02, "scalar_lr": 0.5, "warmup_steps": 40,
+    "warmdown_ratio": 0.65, "final_lr_frac": 0.05, "resume_from_step": -1, "eval_every": 250,
+    "eval_tokens": 41943040, "core_metric_every": 2000, "core_metric_max_per_task": 500, "sample_every": 2000,
+    "save_every": -1, "model_tag": None,
+}  # fmt: skip
+FORK = {"tracker": "none", "mlflow_uri": None, "mlflow_experiment": None}
+OWN = {"resume", "keep_last", "shares", "stop_after", "dry_run", "world_size"}
+
+REPORT = (
+    "--device-type cpu --depth 4 --max-seq-len 512 --device-batch-size 2 --total-batch-size 2048 "
+    "--num-iterations 20 --eval-every 10 --tracker none --run dist-cpu-2node"
+).split()
+
+
+def test_flags_and_defaults_are_frozen() -> None:
+    defaults = vars(build_parser().parse_args([]))
+    assert {name: value for name, value in defaults.items() if name not in OWN} == NANOCHAT_DEFAULTS | FORK
+    assert set(defaults) >= OWN
+
+
+def test_command_of_the_report_parses_with_and_without_the_separator() -> None:
+    config = parse(REPORT)
+    assert vars(config.args) == vars(parse(["--", *REPORT]).args)
+    assert config.args.total_batch_size == 2048
+    assert config.tag == "d4"
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (
+            "--total-batch-size 2000 --max-seq-len 512",
+            "total-batch-size 2000 is not a multiple of max-seq-len 512; nearest: 1536, 2048",
+        ),
+        ("--total-batch-size 100 --max-seq-len 512", "nearest: 512"),
+        ("--total-batch-size 0", "nearest: 2048"),
+        ("--fp8", "runs on CPUs"),
+        ("--device-type cuda", "use --device-type cpu"),
+        ("--device-type mps", "use --device-type cpu"),
+        ("--tracker wandb", "--tracker wandb is not there yet"),
+        ("--core-metric-every 100", "CORE metric is not there yet"),
+        ("--depth 0", "--depth must be at least 1"),
+        ("--depht 4", "unrecognized arguments"),
+        ("--depth four", "invalid int value"),
+        ("--head-dim 63", "odd"),
+        ("--window-pattern SXL", "letters S and L"),
+        ("--num-iterations 0", "at least 1"),
+        ("--target-param-data-ratio -1", "how long to train"),
+        ("--model-tag ../d4", "not a folder name"),
+        ("--world-size 2", "--dry-run"),
+        ("--eval-tokens 100 --max-seq-len 512", "less than one row"),
+        ("--keep-last -1", "0 to keep all"),
+        ("--max-seq-len 1", "at least 2"),
+    ],
+)  # fmt: skip
+def test_mistakes_are_named_before_anything_slow(flags: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        parse(flags.split())
+    assert words in str(caught.value)
+    assert caught.value.exit_code == 2
+
+
+def test_dtype_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NANOCHAT_DTYPE", "float16")
+    with pytest.raises(UserError, match="NANOCHAT_DTYPE=float16"):
+        parse([])
+
+
+def test_core_by_default_is_left_out_with_a_line() -> None:
+    config = parse(REPORT)
+    assert any("CORE" in line and "goes on" in line for line in plan_lines(make_plan(config, 512), config, 1))
+
+
+def test_evaluation_size_is_what_was_asked_or_a_few_steps() -> None:
+    assert evaluation_rows(parse(REPORT), 4, 512) == 32
+    assert evaluation_rows(parse([*REPORT, "--eval-tokens", "5120"]), 4, 512) == 10
+
+
+def test_shares_need_one_number_a_rank() -> None:
+    assert parse_shares(None, 3) == [1, 1, 1]
+    assert parse_shares("3,1", 2) == [3, 1]
+    for text in ("3", "a,b", "0,0", "-1,2", ""):
+        with pytest.raises(UserError):
+            parse_shares(text, 2)
+
+
+def test_plan_prints_the_reference_numbers() -> None:
+    config = parse("--depth 8 --max-seq-len 1024 --total-batch-size 4096 --device-batch-size 2".split())
+    text = "\n".join(plan_lines(make_plan(config, 32768), config, 3))
+    for expected in (
+        "125,829,354", "67,108,864", "25,166,016", "Scaling LRs by 0.0884", "to 0.064965 for depth 8", "= 1.224745",
+        "rank 0: 2 rows in 1 micro-batches [2]", "rank 2: 1 rows in 1 micro-batches [1]", "12.00 per scaling parameter",
+    ):  # fmt: skip
+        assert expected in text
+
+
+def test_horizon_comes_from_the_first_flag_that_is_given() -> None:
+    base = "--depth 4 --max-seq-len 512 --total-batch-size 2048".split()
+    assert make_plan(parse([*base, "--num-iterations", "7", "--target-flops", "1e15"]), 32768).num_iterations == 7
+    flops = make_plan(parse([*base, "--target-flops", "1e15"]), 32768)
+    assert flops.num_iterations == round(1e15 / (flops.flops_per_token * 2048))
+    ratio = make_plan(parse([*base, "--target-param-data-ratio", "2"]), 32768)
+    assert ratio.num_iterations == 2 * (3_145_776 + 8_388_608) // 2048
+
+
+def test_auto_batch_is_a_power_of_two_that_rows_fill() -> None:
+    plan = make_plan(parse("--depth 4 --max-seq-len 512".split()), 32768)
+    assert plan.total_batch & (plan.total_batch - 1) == 0
+    assert plan.rows * 512 == plan.total_batch
+
+
+@pytest.mark.parametrize(
+    ("flags", "code", "words"),
+    [
+        (["--dry-run", *REPORT, "--world-size", "5"], 0, "rank 4: 0 rows in 0 micro-batches"),
+        (["--total-batch-size", "2000", "--max-seq-len", "512"], 2, "error: total-batch-size 2000"),
+        (["--fp8"], 2, "error: --fp8"),
+    ],
+)
+def test_command_exits_with_its_code_and_without_a_traceback(flags: list[str], code: int, words: str) -> None:
+    result = subprocess.run(
+        [sys.executable, "-m", "scripts.base_train", *flags], cwd=APP, capture_output=True, text=True, check=False
+    )
+    assert result.returncode == code
+    assert words in result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
