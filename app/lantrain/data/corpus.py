@@ -135,7 +135,7 @@ def documents_of(text: str, tree: ast.Module) -> list[str]:
     documents = []
     docstring = ast.get_docstring(tree)
     if docstring and len(docstring) >= _PROSE_CHARS:
-        documents.append(inspect.cleandoc(docstring) + "\n")
+        documents.append(inspect.cleandoc(docstring).strip() + "\n")
     if len(text) <= _DOCUMENT_CHARS:
         documents.append(text)
     else:

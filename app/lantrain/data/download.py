@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from huggingface_hub import HfFileMetadata, get_hf_file_metadata, hf_hub_url
+from huggingface_hub import HfFileMetadata, constants, get_hf_file_metadata, hf_hub_url
 from huggingface_hub.constants import ENDPOINT
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, RepositoryNotFoundError, RevisionNotFoundError
 from huggingface_hub.file_download import http_get
@@ -37,6 +37,8 @@ _ASK_THREADS = 8
 _PROGRESS_SECONDS = 5.0
 _DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EPERM, errno.EROFS, errno.EIO, errno.EFBIG)
 T = TypeVar("T")
+# The client writes pieces of 10 MB and loses a begun one with the connection: a minute's work on a slow line.
+constants.DOWNLOAD_CHUNK_SIZE = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -70,7 +72,7 @@ def download(out: Path, source: Source, num_shards: int | None = None, log: Log 
         return manifest
     with writing_to(out):
         try:
-            remotes = _ask_hub(source, missing)
+            remotes = _ask_hub(source, missing, log)
         except UserError as error:
             if not all((out / name).is_file() for name in missing):
                 raise
@@ -105,14 +107,14 @@ def _is_there(manifest: Manifest, out: Path, name: str) -> bool:
     return record is not None and record.intact(out)
 
 
-def _ask_hub(source: Source, names: list[str]) -> list[Remote]:
+def _ask_hub(source: Source, names: list[str], log: Log) -> list[Remote]:
     """Size and hash of every file, several at a time."""
 
     def ask(name: str) -> Remote:
         url = hf_hub_url(
             source.options["repo"], name, repo_type="dataset", revision=source.options.get("revision", "main")
         )
-        found = _attempt(name, lambda: get_hf_file_metadata(url, timeout=ASK_SECONDS))
+        found = _attempt(name, lambda: get_hf_file_metadata(url, timeout=ASK_SECONDS), log)
         return _remote(name, url, found)
 
     first = ask(names[0])  # alone: when the hub is unreachable, one wait is enough
@@ -230,7 +232,7 @@ def _progress(partial: Path, remote: Remote, log: Log) -> Iterator[None]:
         watcher.join()
 
 
-def _attempt(name: str, action: Callable[[], T], log: Log | None = None) -> T:
+def _attempt(name: str, action: Callable[[], T], log: Log) -> T:
     """Try until it works, ATTEMPTS times at most; what trying again cannot mend ends at once. Raises UserError."""
     for pause in (*_PAUSES, None):
         try:
@@ -245,8 +247,7 @@ def _attempt(name: str, action: Callable[[], T], log: Log | None = None) -> T:
                 raise
             if pause is None or _is_final(error):
                 raise _unreachable(name, error) from error
-            if log:
-                log(f"{name}: {_line(error)}; trying again in {pause:.0f} s")
+            log(f"{name}: {_line(error)}; trying again in {pause:.0f} s")
             time.sleep(pause)
     raise AssertionError("the last attempt returns or raises")
 

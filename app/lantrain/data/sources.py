@@ -13,7 +13,7 @@ from lantrain.errors import UserError
 _APP = Path(__file__).resolve().parents[2]
 # In a checkout, and in the image (whose /data is the volume, hence a copy beside the code).
 _PLACES = (_APP / "sources.toml", _APP.parent / "data" / "sources.toml")
-_REQUIRED = {
+_REQUIRED: dict[str, dict[str, type]] = {
     "huggingface": {"repo": str, "file": str, "validation_index": int, "default_shards": int},
     "stdlib": {"shards": int, "row_group_rows": int},
 }

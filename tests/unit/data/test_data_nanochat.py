@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.unit.data.conftest import make_documents, write_shards
 
 from lantrain.data.packing import RowStream
 from lantrain.data.shards import open_shards
 from lantrain.data.tokenizer import SPECIAL_TOKENS, Tokenizer
+from tests.unit.data.conftest import make_documents, write_shards
 
 Ask = Callable[..., dict[str, Any]]
 TEXTS = ["", "Hello world!", "don't <|bos|> 1234 北京 🌍\r\n  x", *make_documents(40, seed=3)]

@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.unit.data.conftest import make_documents, write_shards
 
 from lantrain.data.packing import RowStream
 from lantrain.data.shards import Shard, ShardSet, open_shards
 from lantrain.data.tokenizer import Tokenizer
 from lantrain.errors import UserError
+from tests.unit.data.conftest import make_documents, write_shards
 
 Folder = Callable[..., Path]
 T = 96

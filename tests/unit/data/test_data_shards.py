@@ -8,11 +8,11 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from tests.unit.data.conftest import make_documents, write_shards
 
 from lantrain.data.documents import MAX_CHARS, Cursor, DocumentReader, iterate_once
 from lantrain.data.shards import open_shard, open_shards
 from lantrain.errors import UserError
+from tests.unit.data.conftest import make_documents, write_shards
 
 Folder = Callable[..., Path]
 GOOD = ["one", "two", "three"]

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import tiktoken
 import torch
-from tests.unit.data.conftest import make_documents
 
 from lantrain.data.tokenizer import BYTES_FILE, JSON_FILE, PICKLE_FILE, SPECIAL_TOKENS, Tokenizer
 from lantrain.errors import UserError
+from tests.unit.data.conftest import make_documents
 
 TEXTS = ["", "a", "Hello <|bos|> world", "don't 12345\r\n\tx  ", "北京 🌍 naïve", *make_documents(50, seed=11)]
 
