@@ -12,10 +12,12 @@ endef
 $(foreach name,$(shell sed -nE 's/^([A-Za-z_][A-Za-z0-9_]*)=.*/\1/p' .env 2>/dev/null),$(eval $(call read_env,$(name))))
 
 VENV ?= .venv
+DEMO_DIR ?= data/run
 PROMPT ?= def
 PYTEST_ARGS ?=
 export VENV
-in_app := cd app && PYTHONUNBUFFERED=1 "$(abspath $(VENV))/bin/python"
+# The demo's files stay in the project: never in a nanochat folder that happens to be set.
+in_demo := NANOCHAT_BASE_DIR="$(abspath $(DEMO_DIR))" NANOCHAT_DATA_DIR="$(abspath $(DEMO_DIR))/shards"
 
 .PHONY: help
 help:
@@ -23,7 +25,7 @@ help:
 
 .PHONY: demo
 demo: venv ## train a small model with two ranks on this machine, no Docker: shards, tokenizer, 100 steps, table, plot
-	@$(in_app) -m scripts.demo
+	@cd app && $(in_demo) PYTHONUNBUFFERED=1 "$(abspath $(VENV))/bin/python" -m scripts.demo
 
 .PHONY: venv
 venv: ## make .venv with CPU torch and the locked packages (nothing to do when it is there)
@@ -51,9 +53,9 @@ down: ## stop and remove the containers; shards and checkpoints stay on the volu
 	@docker compose down
 
 .PHONY: sample
+sample: export PROMPT := $(value PROMPT)
 sample: ## write text with the newest checkpoint: make sample PROMPT="def main("
-	@docker compose run --rm --no-deps master python -m scripts.sample --prompt "$${PROMPT}"
-sample: export PROMPT := $(PROMPT)
+	@$(in_demo) tools/sample.sh "$$PROMPT"
 
 .PHONY: test
 test: ## run all tests (those that need Docker skip, with the reason, where there is none)
@@ -63,7 +65,7 @@ test: ## run all tests (those that need Docker skip, with the reason, where ther
 .PHONY: test-local-2rank
 test-local-2rank: ## run the report's two-rank run in two containers and print the table: 1 rank against 2
 	@tools/venv.sh dev
-	@"$(VENV)/bin/python" -m pytest tests/containers/test_two_ranks.py --show-table $(PYTEST_ARGS)
+	@"$(VENV)/bin/python" -m pytest tests/containers/test_two_ranks.py $(PYTEST_ARGS)
 
 .PHONY: lint
 lint: ## check Python, shell, YAML, the Dockerfile and the compose file

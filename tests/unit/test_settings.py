@@ -1,0 +1,68 @@
+"""Every setting that compose.yaml, the Makefile or a script reads is explained in .env.example, and no other."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# What the recipes set for what they call, and what compose itself knows.
+NOT_SETTINGS = {"MFLAGS", "COMPOSE_PROJECT_NAME", "NANOCHAT_BASE_DIR", "NANOCHAT_DATA_DIR", "UV"}
+
+
+def documented() -> set[str]:
+    return set(re.findall(r"^#?([A-Z][A-Z0-9_]*)=", (ROOT / ".env.example").read_text(), re.M))
+
+
+def read_by_compose() -> set[str]:
+    text = re.sub(r"^\s*#.*$", "", (ROOT / "compose.yaml").read_text(), flags=re.M)
+    interpolated = re.findall(r"\$\{([A-Z][A-Z0-9_]*)", text)
+    handed_on = re.findall(r"^\s+([A-Z][A-Z0-9_]*):\s*$", text, re.M)
+    return {*interpolated, *handed_on}
+
+
+def read_by_make() -> set[str]:
+    scripts = [*(ROOT / "tools").glob("*.sh"), *(ROOT / "docker").glob("*.sh")]
+    with_default = {name for path in scripts for name in re.findall(r"\$\{([A-Z][A-Z0-9_]*):-", path.read_text())}
+    return with_default | set(re.findall(r"^([A-Z][A-Z0-9_]*) \?=", (ROOT / "Makefile").read_text(), re.M))
+
+
+def test_each_setting_is_documented_and_each_documented_one_is_read() -> None:
+    read = (read_by_compose() | read_by_make()) - NOT_SETTINGS
+    assert documented() - {"PYTHON"} == read - {"PYTHON"}
+    assert "${PYTHON" in (ROOT / "tools/venv.sh").read_text()
+
+
+def make_value(folder: Path, *arguments: str, **env: str) -> str:
+    """What make hands to compose as TRAIN_ARGS, in a folder with the Makefile and a .env of its own."""
+    (folder / "Makefile").write_text(
+        (ROOT / "Makefile").read_text() + "\nshow:\n\t@printf %s \"$$TRAIN_ARGS\"\n.PHONY: show\n"
+    )
+    done = subprocess.run(
+        ["make", "--silent", "show", *arguments],
+        cwd=folder, env={"PATH": "/usr/bin:/bin", **env}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    return done.stdout
+
+
+@pytest.mark.parametrize("line", ["--depth 4 --run a", '"--depth 4 --run a"', "'--depth 4 --run a'"])
+def test_make_reads_env_as_compose_does(tmp_path: Path, line: str) -> None:
+    (tmp_path / ".env").write_text(f"# comment\nTRAIN_ARGS={line}\n")
+    assert make_value(tmp_path) == "--depth 4 --run a"
+
+
+def test_environment_and_command_line_win_over_env_file(tmp_path: Path) -> None:
+    (tmp_path / ".env").write_text("TRAIN_ARGS=--depth 4\n")
+    assert make_value(tmp_path, TRAIN_ARGS="--depth 5") == "--depth 5"
+    assert make_value(tmp_path, "TRAIN_ARGS=--depth 6") == "--depth 6"
+
+
+def test_make_alone_lists_every_target_in_one_line_each() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    targets = set(re.findall(r"^\.PHONY: (\S+)$", makefile, re.M)) - {"help"}
+    listing = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert {line.split()[1] for line in listing} == targets
+    assert len(listing) == len(targets)
