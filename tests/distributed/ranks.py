@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import signal
 import socket
@@ -11,6 +12,11 @@ import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+import torch
+import torch.multiprocessing as mp
+
+from lantrain.cluster.group import form_groups, leave_groups
 
 APP = Path(__file__).resolve().parents[2] / "app"
 GUARD_SECONDS = 300
@@ -110,3 +116,22 @@ def start_ranks(
 def run_ranks(world: int, base: Path, flags: list[str], **options: Any) -> Run:
     """Start the ranks and wait for all of them."""
     return start_ranks(world, base, flags, **options).wait()
+
+
+def _as_rank(rank: int, world: int, port: int, body: Any, results: Any) -> None:
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    torch.set_num_threads(1)
+    ranks = form_groups()
+    results[rank] = body(ranks)
+    leave_groups(ranks)
+
+
+def together(world: int, body: Any) -> list[Any]:
+    """Run `body(ranks)`, a function of a module, in `world` processes and return what each gave."""
+    # The server imports torch once and each rank is a fork of it: importing it per rank took most of the time.
+    multiprocessing.set_forkserver_preload(["torch", "lantrain.cluster.group", "lantrain.optim.sharded"])
+    with multiprocessing.get_context("forkserver").Manager() as manager:
+        results = manager.dict()
+        arguments = (world, free_port(), body, results)
+        mp.start_processes(_as_rank, args=arguments, nprocs=world, start_method="forkserver")
+        return [results[rank] for rank in range(world)]

@@ -104,13 +104,22 @@ class Feed:
     """
 
     def __init__(
-        self, source: PackedAhead | FixedRows | None, ranks: Ranks, seq_len: int, wide: bool, first_step: int
+        self,
+        source: PackedAhead | FixedRows | None,
+        ranks: Ranks,
+        seq_len: int,
+        wide: bool,
+        first_step: int,
+        tag: int = 0,
     ) -> None:
-        """`source` is the leader's (None elsewhere); `wide` when token ids need 32 bits (vocabulary above 65536)."""
+        """`source` is the leader's (None elsewhere); `wide` when token ids need 32 bits (vocabulary above 65536).
+
+        Feeds that live at the same time need different `tag`s.
+        """
         self._source, self._ranks, self._seq_len = source, ranks, seq_len
         # Gloo has no 16-bit unsigned type; the rows travel as bytes.
         self._dtype: Any = np.int32 if wide else np.uint16
-        self._step = first_step
+        self._step, self._tag = first_step, tag
         self._shares: list[int] = []
         self._sent: list[dist.Work] = []
         self._ahead: Batch | BaseException | tuple[dist.Work, Tensor] | None = None
@@ -145,7 +154,7 @@ class Feed:
             self._ahead = self._send_step(self._source)
             return
         message = torch.empty(self._message_bytes(self._ranks.rank), dtype=torch.uint8)
-        work = dist.irecv(message, 0, group=self._ranks.feed)
+        work = dist.irecv(message, 0, group=self._ranks.feed, tag=self._tag)
         assert work is not None
         self._ahead = (work, message)
 
@@ -173,7 +182,7 @@ class Feed:
             if pieces is not None and len(pieces[rank]):
                 raw = np.ascontiguousarray(pieces[rank], dtype=self._dtype).view(np.uint8)
                 message[HEADER_BYTES:] = torch.from_numpy(raw).reshape(-1)
-            work = dist.isend(message, rank, group=self._ranks.feed)
+            work = dist.isend(message, rank, group=self._ranks.feed, tag=self._tag)
             assert work is not None
             self._sent.append(work)
 
@@ -187,9 +196,9 @@ class Feed:
         rows = message[HEADER_BYTES:].numpy().view(self._dtype).reshape(-1, self._seq_len + 1).astype(np.int64)
         return Batch(header["step"], torch.from_numpy(rows), header["epoch"])
 
-    def close(self) -> None:
-        """Let outstanding sends end and stop packing."""
-        for work in self._sent:
+    def close(self, wait: bool = True) -> None:
+        """Let outstanding sends end (unless a peer is gone: then nobody would take them) and stop packing."""
+        for work in self._sent if wait else ():
             work.wait()
         if self._source is not None:
             self._source.close()

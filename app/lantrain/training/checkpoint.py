@@ -139,7 +139,8 @@ def save(
         free = shutil.disk_usage(folder).free
         if free < need + SPARE_BYTES:
             raise CheckpointError(
-                f"checkpoint of step {step} needs {(need + SPARE_BYTES) / 2**20:.1f} MiB, {folder} has {free / 2**20:.1f}",
+                f"checkpoint of step {step} needs {(need + SPARE_BYTES) / 2**20:.1f} MiB, "
+                f"{folder} has {free / 2**20:.1f} MiB free",
                 "free some space, or set NANOCHAT_BASE_DIR to a bigger disk",
             )
         # Saving a step again (after a resume) must not leave an old marker beside new files.

@@ -52,10 +52,14 @@ SAMPLE_TOKENS = 16
 
 
 class StopSignal:
-    """Remembers a SIGTERM or SIGINT until the step boundary, where the ranks agree to stop together."""
+    """Remembers a SIGTERM or SIGINT until the step boundary, where the ranks agree to stop together.
+
+    Ctrl-C reaches a trainer twice, from the terminal and from torchrun; the third time ends it at once.
+    """
 
     def __init__(self) -> None:
         self.number = 0
+        self._count = 0
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
@@ -65,6 +69,9 @@ class StopSignal:
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.number = number
+        self._count += 1
+        if self._count >= 3:
+            raise KeyboardInterrupt
 
     def __exit__(self, *exception: object) -> None:
         for number, handler in self._before.items():
@@ -116,9 +123,13 @@ class Loop:
             with StopSignal() as stop:
                 if step < end:
                     feed.start(self.shares)
-                return self._steps(step, end, feed, stop)
-        finally:
+                code = self._steps(step, end, feed, stop)
             feed.close()
+            return code
+        except BaseException:
+            feed.close(wait=False)
+            raise
+        finally:
             if self.metrics:
                 self.metrics.close()
 
@@ -251,14 +262,11 @@ class Loop:
             if self.validation is None:
                 self.validation = self._validation_rows(per_step * steps)
             source = FixedRows(self.validation, per_step)
-        feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0)
+        feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0, tag=1)
         feed.start(split_rows(per_step, self.weights))
-        try:
-            return evaluate_bpb(
-                self.model, feed, steps, self.setup.token_bytes, self.args.device_batch_size, self.ranks
-            )
-        finally:
-            feed.close()
+        bpb = evaluate_bpb(self.model, feed, steps, self.setup.token_bytes, self.args.device_batch_size, self.ranks)
+        feed.close()
+        return bpb
 
     def _validation_rows(self, count: int) -> Any:
         """The first `count` rows of the validation shard; packed once, they are the same at every evaluation."""

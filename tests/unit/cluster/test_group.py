@@ -8,30 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-import torch.multiprocessing as mp
 
-from lantrain.cluster.group import Ranks, broadcast_json, form_groups, gather_json, launched_by_torchrun, leave_groups
+from lantrain.cluster.group import Ranks, broadcast_json, form_groups, gather_json, launched_by_torchrun
 from lantrain.cluster.replicas import check_replicas, copy_from_leader, parameter_hash
 from lantrain.errors import UserError
-from tests.distributed.ranks import APP, free_port
-
-
-def _as_rank(rank: int, world: int, port: int, body: Any, results: Any) -> None:
-    import os
-
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(1)
-    ranks = form_groups()
-    results[rank] = body(ranks)
-    leave_groups(ranks)
-
-
-def together(world: int, body: Any) -> list[Any]:
-    """Run `body(ranks)` in `world` processes and return what each gave."""
-    with mp.get_context("spawn").Manager() as manager:
-        results = manager.dict()
-        mp.spawn(_as_rank, args=(world, free_port(), body, results), nprocs=world)
-        return [results[rank] for rank in range(world)]
+from tests.distributed.ranks import APP, free_port, together
 
 
 def _exchange(ranks: Ranks) -> Any:

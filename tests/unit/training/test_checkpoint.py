@@ -124,7 +124,7 @@ def test_full_disk_leaves_the_last_checkpoint_and_says_what_to_do(tmp_path: Path
     try:
         _save(tmp_path, 1)
         (tmp_path / "other").write_bytes(b"x" * 2**22)
-        with pytest.raises(CheckpointError, match=r"needs 64.0 MiB, .* free some space"):
+        with pytest.raises(CheckpointError, match=r"needs 64\.0 MiB, .* has 62\.0 MiB free \(free some space"):
             _save(tmp_path, 2)
         assert checkpoint.complete_steps(tmp_path) == [1]
         checkpoint.load(tmp_path, 1)
