@@ -27,6 +27,7 @@ TRAIN_FLAGS = (
     "--device-type cpu --depth 4 --max-seq-len 512 --device-batch-size 2 --total-batch-size 2048 "
     f"--num-iterations {STEPS} --eval-every 50 --sample-every -1 --core-metric-every -1 --tracker none --resume auto"
 )
+BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} steps{postfix}"
 PROMPTS = ("def main(", "import os\n", "Return the")
 
 
@@ -66,7 +67,8 @@ def _train(ranks: int, tag: str, last_step: int, threads: int) -> None:
     with (
         open(log, "a") as log_file,
         subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process,
-        tqdm(total=last_step, unit="step", dynamic_ncols=True, mininterval=1.0) as bar,
+        # A bar that redraws itself is for terminals; a log gets every tenth step's line.
+        tqdm(total=last_step, unit="step", dynamic_ncols=True, disable=None, bar_format=BAR) as bar,
     ):
         assert process.stdout is not None
         tail: list[str] = []
@@ -75,9 +77,12 @@ def _train(ranks: int, tag: str, last_step: int, threads: int) -> None:
             tail = [*tail[-7:], line.rstrip()]
             if line.startswith("step "):
                 fields = dict(part.strip().split(": ", 1) for part in line.split("|") if ": " in part)
-                bar.n = int(line[5:10])
-                bar.set_postfix_str(f"loss {fields['loss']}, {fields['tok/sec']} tok/s, eta {fields['eta']}".strip())
-            elif line.startswith(("Step ", "error:", "warning:", "rank ")):
+                step = int(line[5:10])
+                bar.set_postfix_str(f"loss {fields['loss']}, {fields['tok/sec']} tok/s, eta {fields['eta'].strip()}")
+                bar.update(step - bar.n)
+                if bar.disable and (step % 10 == 0 or step == 1):
+                    print(line.rstrip(), flush=True)
+            elif line.startswith(("Step ", "error:", "warning:", "--resume", "Peak ")):
                 bar.write(line.rstrip(), file=sys.stdout)
         code = process.wait()
     if code:

@@ -35,15 +35,17 @@ def usable_cores(root: Path = Path("/sys/fs/cgroup")) -> int:
 def choose_threads() -> tuple[int, str]:
     """Threads for PyTorch's operators and the reason: OMP_NUM_THREADS when set, else the usable cores.
 
-    torchrun sets OMP_NUM_THREADS=1 by itself when it starts several ranks on a node and the variable is unset.
+    The ranks of a machine share its cores: torchrun says how many ranks its node has, LANTRAIN_NODES_ON_HOST how many
+    nodes (containers) are on this machine. torchrun sets OMP_NUM_THREADS=1 by itself when it starts several ranks.
     """
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    nodes = os.environ.get("LANTRAIN_NODES_ON_HOST", "")
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1")) * (int(nodes) if nodes.isdigit() and int(nodes) else 1)
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = usable_cores()
     if given.isdigit() and int(given) > 0:
         reason = f"OMP_NUM_THREADS={given}"
-        if given == "1" and local_ranks > 1 and cores >= 2 * local_ranks:
-            reason += f", torchrun's default for several ranks a node; OMP_NUM_THREADS={cores // local_ranks} uses all"
+        if given == "1" and ranks_here > 1 and cores >= 2 * ranks_here:
+            reason += f", torchrun's default for several ranks a node; OMP_NUM_THREADS={cores // ranks_here} uses all"
         return int(given), reason
-    reason = f"{cores} usable cores" + (f" / {local_ranks} ranks" if local_ranks > 1 else "")
-    return max(1, cores // local_ranks), reason
+    reason = f"{cores} usable cores" + (f" / {ranks_here} ranks" if ranks_here > 1 else "")
+    return max(1, cores // ranks_here), reason

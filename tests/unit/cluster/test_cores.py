@@ -48,3 +48,6 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * usable_cores()))
     assert choose_threads()[0] == 1
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    monkeypatch.setenv("LANTRAIN_NODES_ON_HOST", str(usable_cores()))
+    assert choose_threads() == (1, f"{usable_cores()} usable cores / {usable_cores()} ranks")
