@@ -39,7 +39,7 @@ def test_each_setting_is_documented_and_each_documented_one_is_read() -> None:
 def make_value(folder: Path, *arguments: str, **env: str) -> str:
     """What make hands to compose as TRAIN_ARGS, in a folder with the Makefile and a .env of its own."""
     (folder / "Makefile").write_text(
-        (ROOT / "Makefile").read_text() + "\nshow:\n\t@printf %s \"$$TRAIN_ARGS\"\n.PHONY: show\n"
+        (ROOT / "Makefile").read_text() + '\nshow:\n\t@printf %s "$$TRAIN_ARGS"\n.PHONY: show\n'
     )
     done = subprocess.run(
         ["make", "--silent", "show", *arguments],
