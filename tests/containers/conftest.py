@@ -8,9 +8,9 @@ from collections.abc import Generator, Iterator
 # Ryuk is an image of its own that no registry here may have; engine.sweep does its work. Read when imported.
 os.environ.setdefault("TESTCONTAINERS_RYUK_DISABLED", "true")
 
+import docker
 import pytest
 
-import docker
 from tests.containers import engine
 
 TABLES: pytest.StashKey[list[tuple[str, str]]] = pytest.StashKey()

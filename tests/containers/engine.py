@@ -14,11 +14,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import docker
 from docker.models.containers import Container
 from testcontainers.core.container import DockerContainer
 from testcontainers.core.network import Network
-
-import docker
 
 ROOT = Path(__file__).parents[2]
 LABEL = "lantrain.test.pid"

@@ -7,10 +7,10 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import docker
 import pytest
 from docker.models.containers import Container
 
-import docker
 from tests.containers import engine
 
 SERVICES = ("prepare", "master", "worker")

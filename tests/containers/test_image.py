@@ -9,9 +9,9 @@ import subprocess
 import time
 from typing import Any
 
+import docker
 import pytest
 
-import docker
 import lantrain
 from tests.containers import engine
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+import docker
 import pytest
 
-import docker
 from lantrain.training.report import RunFigures, comparison_table, read_run
 from tests.containers import engine
 

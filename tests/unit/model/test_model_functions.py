@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.model.reference import norm, rotate
 from torch.autograd import gradcheck
 
 from lantrain.model.functions import residual_mix, rms_norm, rotary_norm, smear, squared_relu_mlp
+from tests.unit.model.reference import norm, rotate
 
 
 def random(*shape, dtype=torch.float64):

@@ -1,10 +1,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.unit.model.reference import batch, double_weights, reference_loss, small_config, trained_looking
 
 from lantrain.model.embedding import EmbeddingRows
 from lantrain.model.gpt import GPT, GPTConfig, config_for_depth
+from tests.unit.model.reference import batch, double_weights, reference_loss, small_config, trained_looking
 
 
 def on_meta(depth, sequence_len):

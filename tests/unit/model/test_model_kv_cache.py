@@ -1,8 +1,8 @@
 import pytest
 import torch
-from tests.unit.model.reference import batch, small_config, trained_looking
 
 from lantrain.model.kv_cache import KVCache
+from tests.unit.model.reference import batch, small_config, trained_looking
 
 
 def cache_for(model, tokens, rows=2):
