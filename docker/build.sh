@@ -42,4 +42,6 @@ DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$image" "${networ
   echo "error: the image could not be built (mend: with no registry or index here, \`make base-image wheels\`; docs/offline.md)" >&2
   exit 2
 }
+# What this build replaced has no name any more, and would fill the disk one gigabyte at a time.
+docker image prune --force --filter label=org.opencontainers.image.title=lantrain >/dev/null
 docker image inspect --format "image: $image, {{.Size}} bytes, revision $revision" "$image"
