@@ -1,7 +1,7 @@
 """Autograd functions of the trunk that keep fewer tensors, and pass over them less often, than plain eager autograd.
 
-Every one saves only what the neighbouring matmul or attention keeps alive anyway (the normalised activation, the
-rotated query), so that a layer holds about half of what composed operations would. First derivatives only.
+They save what the neighbouring matmul or attention keeps alive anyway (the rotated query, one hidden tensor of the
+MLP) instead of every intermediate. First derivatives only.
 """
 
 from __future__ import annotations
@@ -25,27 +25,32 @@ def _upcast(x: Tensor) -> Tensor:
 
 def _inverse_rms(x: Tensor) -> Tensor:
     """1 / sqrt(mean(x^2) + eps) over the last axis, kept as size 1."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-    return norm.square_().div_(x.size(-1)).add_(EPS).rsqrt_()
+    return x.square().mean(-1, keepdim=True).add_(EPS).rsqrt_()
 
 
 class _RMSNorm(Function):
+    """Rounds as torch's rms_norm does, forward and backward.
+
+    In a fresh model the gradients of backout_lambda and x0_lambdas are zero but for rounding (the norm cancels the
+    scale of its input), of the order of AdamW's epsilon, 1e-10, so that the rounding decides their first steps. A
+    different but equally exact formula left nanochat's losses by 2e-2 within 20 steps; this one stays within 1e-3.
+    """
+
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
         wide = _upcast(x)
         inverse = _inverse_rms(wide)
-        y = (wide * inverse).to(x.dtype)
-        ctx.save_for_backward(y, inverse)  # y is kept by the matmul that reads it; x need not be kept
-        return y
+        ctx.save_for_backward(x, inverse)
+        return (wide * inverse).to(x.dtype)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Tensor:
-        y, inverse = ctx.saved_tensors
-        wide_y, wide_grad = _upcast(y), _upcast(grad)
-        projection = (wide_grad * wide_y).mean(-1, keepdim=True)
-        out = torch.addcmul(wide_grad, wide_y, projection, value=-1).mul_(inverse)
-        return out.to(grad.dtype)
+        x, inverse = ctx.saved_tensors
+        wide_x, wide_grad = _upcast(x), _upcast(grad)
+        along = (wide_grad * wide_x).sum(-1, keepdim=True)
+        along.mul_(inverse.pow(3).mul_(-0.5)).div_(x.size(-1)).mul_(2)
+        return (wide_grad * inverse).add_(wide_x * along).to(grad.dtype)
 
 
 class _RotaryNorm(Function):
@@ -103,12 +108,15 @@ class _SquaredReluMLP(Function):
 
 
 class _ResidualMix(Function):
-    """a * x + b * x0 with scalar parameters a and b."""
+    """a * x + b * x0 with scalar parameters a and b; both products are rounded before they are added.
+
+    One multiply-add less would be faster but round differently, see _RMSNorm.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, x0: Tensor, a: Tensor, b: Tensor) -> Tensor:
         ctx.save_for_backward(x, x0, a, b)
-        return torch.mul(x, a.item()).add_(x0, alpha=b.item())
+        return torch.mul(x, a.item()).add_(x0 * b.item())
 
     @staticmethod
     @once_differentiable
@@ -118,8 +126,8 @@ class _ResidualMix(Function):
 
 
 def _dot(a: Tensor, b: Tensor) -> Tensor:
-    """Sum of a * b in float32 or wider; row by row first, so that rounding grows with the rows and not the elements."""
-    return (_upcast(a) * _upcast(b)).sum(-1).sum()
+    """Sum of a * b in float32 or wider."""
+    return (_upcast(a) * _upcast(b)).sum()
 
 
 class _Smear(Function):
