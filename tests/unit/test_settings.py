@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -63,6 +64,8 @@ def test_environment_and_command_line_win_over_env_file(tmp_path: Path) -> None:
 def test_make_alone_lists_every_target_in_one_line_each() -> None:
     makefile = (ROOT / "Makefile").read_text()
     targets = set(re.findall(r"^\.PHONY: (\S+)$", makefile, re.M)) - {"help"}
-    listing = subprocess.run(["make"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    env = {"PATH": os.environ["PATH"]}  # without MAKEFLAGS: these tests may run under make themselves
+    done = subprocess.run(["make"], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    listing = done.stdout.splitlines()
     assert {line.split()[1] for line in listing} == targets
     assert len(listing) == len(targets)
