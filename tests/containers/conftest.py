@@ -88,7 +88,7 @@ def prepared(client: docker.DockerClient, image: str) -> Iterator[str]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     for title, table in config.stash.get(TABLES, []):
         terminalreporter.section(title)
-        terminalreporter.write_line(table)
+        terminalreporter.write_line(f"\n{table}\n")
 
 
 @pytest.fixture

@@ -128,13 +128,16 @@ def test_losses_are_those_of_one_rank(
     both = figures(image, together.master_volume, "d4", "2 ranks", tmp_path)
     assert sorted(both.losses) == sorted(alone.losses) == list(range(1, 21))
     assert both.losses[1] == pytest.approx(10.397, abs=0.01)
-    assert both.losses == pytest.approx(alone.losses, rel=1e-4)
-    assert both.bpb[10] == pytest.approx(alone.bpb[10], rel=1e-4)
-    # The last steps of so short a schedule are rough (the loss rises), and enlarge rounding: 4.6e-4 was seen.
+    early = range(1, 18)
+    assert [both.losses[step] for step in early] == pytest.approx([alone.losses[step] for step in early], rel=1e-5)
+    assert both.bpb[10] == pytest.approx(alone.bpb[10], rel=1e-5)
+    # The end of so short a schedule is rough: with the learning rate still in warm-up the loss of step 20 is above
+    # step 10's, and rounding is enlarged from 1e-7 to 6e-5 (bpb after the last update: 4.6e-4).
+    assert both.losses == pytest.approx(alone.losses, rel=5e-4)
     assert both.bpb[20] == pytest.approx(alone.bpb[20], rel=2e-3)
     assert both.losses[10] < both.losses[1]
     assert both.bpb[10] < both.bpb[0]
-    tables[:] = [("the report's run: 1 rank against 2, each in a container", comparison_table([alone, both]))]
+    tables[:] = [("the report's run, each rank in a container of its own", comparison_table([alone, both]))]
 
 
 def test_logs_read_as_in_the_report(together: Outcome) -> None:
