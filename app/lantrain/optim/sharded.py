@@ -47,7 +47,11 @@ def _pieces_of(name: str, param: nn.Parameter, group: int, kind: str, world: int
     rows = param.shape[0]
     if kind == "muon":
         short, long = sorted(param.shape)
-        flops = POLAR_EXPRESS_STEPS * (4 * short * short * long + 2 * short**3)
+        # Wide matrices are iterated on their Gram matrix (optim/muon.py): two products with the long side in all.
+        if long >= 2 * short:
+            flops = 4 * short * short * long + 34 * short**3
+        else:
+            flops = POLAR_EXPRESS_STEPS * (4 * short * short * long + 2 * short**3)
         yield Piece(name, group, 0, rows, param.numel(), flops / GEMM_FLOPS + param.numel() * ELEMENT_SECONDS)
         return
     # A head of millions of elements on a single owner would make that rank the slow one, so it is cut into more
@@ -115,23 +119,19 @@ class ShardedOptimizer:
             for name in self.table_groups
         }
         self.adamw_state: dict[Piece, tuple[Tensor, Tensor]] = {}
-        self.muon_stacks: list[tuple[int, list[Piece], Tensor, Tensor]] = []
+        self.muon_state: dict[Piece, tuple[Tensor, Tensor]] = {}
         self._make_owned_state()
         self._dense: dict[torch.Size, Tensor] = {}
 
     def _make_owned_state(self) -> None:
-        stacks: dict[int, list[Piece]] = {}
         for piece in self.mine:
+            view = self._view(piece)
             if self.groups[piece.group].kind == "muon":
-                stacks.setdefault(piece.group, []).append(piece)
+                rows, columns = view.shape
+                second = torch.zeros(second_moment_shape((rows, columns)))
+                self.muon_state[piece] = (torch.zeros_like(view), second)
             else:
-                view = self._view(piece)
                 self.adamw_state[piece] = (torch.zeros_like(view), torch.zeros_like(view))
-        for group, pieces in stacks.items():
-            shape = tuple(self.params[pieces[0].name].shape)
-            momentum = torch.zeros(len(pieces), *shape)
-            second = torch.zeros(len(pieces), *second_moment_shape((shape[0], shape[1])))
-            self.muon_stacks.append((group, pieces, momentum, second))
 
     def _view(self, piece: Piece) -> Tensor:
         return self.params[piece.name].data[piece.start : piece.stop]
@@ -149,42 +149,36 @@ class ShardedOptimizer:
         pending = self._send_gradients()
         self._update_tables(rows, lr_multiplier)
         gradients = pending()
-        offset = 0
-        by_piece: dict[Piece, Tensor] = {}
-        for piece in self.mine:
-            view = self._view(piece)
-            by_piece[piece] = gradients[offset : offset + piece.numel].view_as(view)
-            offset += piece.numel
-        self._update_adamw(by_piece, lr_multiplier)
-        self._update_muon(by_piece, lr_multiplier, muon_momentum, muon_weight_decay)
+        self._update_adamw(gradients, lr_multiplier)
+        self._update_muon(gradients, lr_multiplier, muon_momentum, muon_weight_decay)
+        gradients.clear()
         self._return_weights()
 
-    def _send_gradients(self) -> Callable[[], Tensor]:
-        """Start the exchange; the returned function waits and gives the flat sum for this rank's pieces."""
-        parts = []
-        for owned in self.owned:
-            for piece in owned:
-                gradient = self.params[piece.name].grad
-                if gradient is None:
-                    parts.append(torch.zeros(piece.numel))
-                else:
-                    parts.append(gradient[piece.start : piece.stop].reshape(-1))
-        flat = torch.cat(parts)
-        del parts
-        for owned in self.owned:
-            for piece in owned:
-                self.params[piece.name].grad = None
+    def _take_gradient(self, piece: Piece) -> Tensor:
+        """This rank's gradient of a piece, flat; zeros where it had no rows."""
+        gradient = self.params[piece.name].grad
+        return torch.zeros(piece.numel) if gradient is None else gradient[piece.start : piece.stop].reshape(-1)
+
+    def _send_gradients(self) -> Callable[[], dict[Piece, Tensor]]:
+        """Start the exchange; the returned function waits and gives the sum for each of this rank's pieces."""
+        everyone = [piece for owned in self.owned for piece in owned]
+        parts = [self._take_gradient(piece) for piece in everyone]
+        for piece in everyone:
+            self.params[piece.name].grad = None
         if self.ranks.world == 1:
-            return lambda: flat
+            return lambda: {piece: part.view_as(self._view(piece)) for piece, part in zip(everyone, parts, strict=True)}
+        flat = torch.cat(parts)
+        parts.clear()
         size = self.sizes[self.ranks.rank]
         received = torch.empty(size * self.ranks.world)
         work = dist.all_to_all_single(received, flat, [size] * self.ranks.world, self.sizes, async_op=True)
 
-        def wait() -> Tensor:
+        def wait() -> dict[Piece, Tensor]:
             nonlocal flat
             work.wait()
             flat = torch.empty(0)
-            return received.view(self.ranks.world, size).sum(0)
+            total = received.view(self.ranks.world, size).sum(0).split([piece.numel for piece in self.mine])
+            return {piece: part.view_as(self._view(piece)) for piece, part in zip(self.mine, total, strict=True)}
 
         return wait
 
@@ -246,15 +240,14 @@ class ShardedOptimizer:
             self._adamw(self._view(piece), gradients[piece], exp_avg, exp_avg_sq, group, lr_multiplier)
 
     def _update_muon(self, gradients: dict[Piece, Tensor], lr_multiplier: float, momentum: float, decay: float) -> None:
-        for index, pieces, momentum_buffer, second_moment in self.muon_stacks:
-            stacked = torch.stack([self._view(piece) for piece in pieces])
+        # One matrix at a time: its result then does not depend on which others this rank owns.
+        for piece, (momentum_buffer, second_moment) in self.muon_state.items():
+            group = self.groups[piece.group]
             muon_update(
-                stacked, torch.stack([gradients[piece] for piece in pieces]), momentum_buffer, second_moment,
-                lr=self.groups[index].lr * lr_multiplier, momentum=momentum, beta2=self.groups[index].beta2,
-                weight_decay=decay, dtype=self.muon_dtype,
+                self._view(piece)[None], gradients[piece][None], momentum_buffer[None], second_moment[None],
+                lr=group.lr * lr_multiplier, momentum=momentum, beta2=group.beta2, weight_decay=decay,
+                dtype=self.muon_dtype,
             )  # fmt: skip
-            for piece, updated in zip(pieces, stacked, strict=True):
-                self._view(piece).copy_(updated)
 
     def _return_weights(self) -> None:
         if self.ranks.world == 1:
@@ -283,9 +276,8 @@ class ShardedOptimizer:
         local: dict[tuple[Piece, str], Tensor] = {}
         for piece, (exp_avg, exp_avg_sq) in self.adamw_state.items():
             local[piece, "exp_avg"], local[piece, "exp_avg_sq"] = exp_avg, exp_avg_sq
-        for _, pieces, momentum, second in self.muon_stacks:
-            for index, piece in enumerate(pieces):
-                local[piece, "momentum"], local[piece, "second_moment"] = momentum[index], second[index]
+        for piece, (momentum, second) in self.muon_state.items():
+            local[piece, "momentum"], local[piece, "second_moment"] = momentum, second
         table: dict[tuple[str, str], list[tuple[Piece, int, Tensor | None]]] = {}
         for owner, owned in enumerate(self.owned):
             for piece in owned:

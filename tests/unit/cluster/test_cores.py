@@ -49,5 +49,5 @@ def test_ranks_of_a_node_share_its_cores(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setenv("LOCAL_WORLD_SIZE", str(2 * usable_cores()))
     assert choose_threads()[0] == 1
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    monkeypatch.setenv("LANTRAIN_NODES_ON_HOST", str(usable_cores()))
-    assert choose_threads() == (1, f"{usable_cores()} usable cores / {usable_cores()} ranks")
+    monkeypatch.setenv("LANTRAIN_NODES_ON_HOST", str(2 * usable_cores()))
+    assert choose_threads() == (1, f"{usable_cores()} usable cores / {2 * usable_cores()} ranks")
