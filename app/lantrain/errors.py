@@ -7,6 +7,10 @@ from collections.abc import Callable
 from typing import NoReturn
 
 USER_ERROR_EXIT = 2
+LOST_PEER_EXIT = 1
+"""Another rank or the network failed; starting again from the last checkpoint helps."""
+WRONG_NUMBERS_EXIT = 3
+"""The loss is not a number, or replicas differ; starting again by itself would only hide it."""
 
 
 class UserError(Exception):

@@ -79,6 +79,15 @@ def launched_by_torchrun() -> bool:
     return all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
 
 
+def _own_store(timeout: datetime.timedelta) -> dict[str, Any]:
+    """Keys of this generation's own: a straggler of the last one, at the same port, can then disturb nothing."""
+    generation = os.environ.get("LANTRAIN_GENERATION")
+    if not generation:
+        return {}
+    store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
+    return {"store": dist.PrefixStore(f"generation{generation}", store), "rank": rank, "world_size": world}
+
+
 def form_groups() -> Ranks:
     """Join the run that torchrun describes, or stand alone. Raises UserError when the ranks cannot be formed."""
     if not launched_by_torchrun() or int(os.environ["WORLD_SIZE"]) == 1:
@@ -94,7 +103,7 @@ def form_groups() -> Ranks:
     hint = "a firewall on either machine may drop Gloo's random high ports; see the Limits in README.md"
     with deadline(connect, f"rank {rank}: connecting {world} ranks over {interface or 'Gloo'}", hint):
         try:
-            dist.init_process_group("gloo", timeout=timeout)
+            dist.init_process_group("gloo", timeout=timeout, **_own_store(timeout))
             feed = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__

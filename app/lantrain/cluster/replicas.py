@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lantrain.cluster.group import Ranks, gather_json
-from lantrain.errors import UserError
+from lantrain.errors import WRONG_NUMBERS_EXIT, UserError
 
 
 def parameter_hash(params: Mapping[str, Tensor]) -> int:
@@ -31,7 +31,7 @@ def check_replicas(params: Mapping[str, Tensor], ranks: Ranks, step: int) -> Non
         raise UserError(
             f"after step {step} the parameters of rank {', '.join(wrong)} differ from the leader's: the run is stopped",
             "resume from the last checkpoint; if it happens again on the same machine, test its memory",
-            1,
+            WRONG_NUMBERS_EXIT,
         )
 
 

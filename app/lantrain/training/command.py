@@ -7,8 +7,10 @@ import json
 import torch
 
 from lantrain import paths
+from lantrain.cluster import beacon
 from lantrain.cluster.cores import choose_threads
 from lantrain.cluster.group import Ranks, agree_on_versions, form_groups, leave_groups
+from lantrain.errors import LOST_PEER_EXIT, UserError
 from lantrain.training.config import Config, parse
 from lantrain.training.loop import Loop, guarded
 from lantrain.training.plan import make_plan, plan_lines
@@ -22,9 +24,23 @@ def train(argv: list[str]) -> int:
     config = parse(argv)
     if config.args.dry_run:
         return dry_run(config)
+    beacon.tell("start")
+    try:
+        return _train(config)
+    except UserError as error:
+        beacon.tell("ended", 0, "failed" if error.exit_code == LOST_PEER_EXIT else "fatal", str(error))
+        raise
+    except BaseException as error:
+        beacon.tell("ended", 0, "failed", f"{type(error).__name__}: {error}")
+        raise
+
+
+def _train(config: Config) -> int:
     threads, reason = choose_threads()
     torch.set_num_threads(threads)
+    beacon.tell("connect")
     ranks = form_groups()
+    beacon.tell("load")
     everyone = guarded(lambda: agree_on_versions(ranks), ranks)
     if ranks.leader:
         print(f"{threads} threads ({reason})", flush=True)

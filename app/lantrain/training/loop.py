@@ -19,13 +19,14 @@ import torch.distributed as dist
 
 import lantrain
 from lantrain import paths
+from lantrain.cluster import beacon
 from lantrain.cluster.gemm import gemm_rate
 from lantrain.cluster.group import Ranks, gather_json
 from lantrain.cluster.replicas import check_replicas
 from lantrain.cluster.shares import micro_batches, split_rows
 from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
 from lantrain.data.packing import RowStream
-from lantrain.errors import UserError
+from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
 from lantrain.training import checkpoint
 from lantrain.training.config import Config, parse_shares
@@ -52,9 +53,10 @@ SAMPLE_TOKENS = 16
 
 
 class StopSignal:
-    """Remembers a SIGTERM or SIGINT until the step boundary, where the ranks agree to stop together.
+    """Remembers a SIGTERM, SIGINT or SIGUSR1 until the step boundary, where the ranks agree to stop together.
 
-    Ctrl-C reaches a trainer twice, from the terminal and from torchrun; the third time ends it at once.
+    SIGUSR1 is the launcher's, before it starts the next generation. Ctrl-C reaches a trainer twice, from the terminal
+    and from torchrun; the third time ends it at once.
     """
 
     def __init__(self) -> None:
@@ -63,12 +65,14 @@ class StopSignal:
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> StopSignal:
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._remember)
         return self
 
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.number = number
+        if number == signal.SIGUSR1:
+            return
         self._count += 1
         if self._count >= 3:
             raise KeyboardInterrupt
@@ -139,12 +143,14 @@ class Loop:
 
     def _steps(self, step: int, end: int, feed: Feed, stop: StopSignal) -> int:
         while True:
+            beacon.tell("evaluate", step)
             self._evaluate_and_sample(step)
             due = self.args.save_every > 0 and step > 0 and step % self.args.save_every == 0
             if step >= end or due:
                 self._save(step, final=step >= end)
             if step >= end:
                 break
+            beacon.tell("step", step + 1)
             try:
                 batch = feed.next(more=step + 1 < end)
             except FeedError:
@@ -161,8 +167,10 @@ class Loop:
             if signal_number and step < end:
                 self._save(step, final=True)
                 self._say(f"stopped by {signal.Signals(signal_number).name} after step {step}; --resume auto goes on")
+                beacon.tell("ended", step, "stopped")
                 return 128 + signal_number
         self._say_end(step)
+        beacon.tell("ended", step, "done")
         return 0
 
     def _train_step(self, batch: Batch, step: int, stop: StopSignal) -> int:
@@ -212,7 +220,7 @@ class Loop:
             raise UserError(
                 f"the loss of rank {', '.join(bad)} is not a number in step {step + 1}; checkpoints are as they were",
                 "resume from the last checkpoint with lower learning rates",
-                1,
+                WRONG_NUMBERS_EXIT,
             )
         return sum(losses), max(int(values[1]) for values in everyone)
 
@@ -280,6 +288,7 @@ class Loop:
         """A complete checkpoint of `step`, unless there is one. Only a failure of the `final` one ends the run."""
         if step == 0 or step == self.setup.start_step:
             return
+        beacon.tell("save", step)
         check_replicas(dict(self.model.named_parameters()), self.ranks, step)
         optimizer_state = self.setup.optimizer.full_state()
         if not self.ranks.leader or step == self.saved_step:
@@ -339,7 +348,7 @@ def lost_contact(error: RuntimeError, ranks: Ranks) -> UserError | None:
     return UserError(
         f"rank {ranks.rank} lost contact with another rank: {reason}",
         "see that rank's log; --resume auto continues from the last checkpoint",
-        1,
+        LOST_PEER_EXIT,
     )
 
 

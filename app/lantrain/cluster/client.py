@@ -1,0 +1,116 @@
+"""A worker's side of the hub: asking it, and saying why it cannot be reached."""
+
+from __future__ import annotations
+
+import errno
+import socket
+import time
+from collections.abc import Callable
+from typing import Any
+
+import httpx2
+
+from lantrain.cluster.hub import BeatRequest, NodeInfo
+from lantrain.cluster.membership import Report
+from lantrain.errors import UserError
+
+REQUEST_SECONDS = 2.0
+"""A fresh connection after so long: after a link flap TCP's own retries come up to 13 s late."""
+
+
+def why_unreachable(address: str, port: int, seconds: float = 3.0) -> str:
+    """Try a TCP connection and tell in words what happened: refused, unreachable, filtered, or nothing wrong ("")."""
+    try:
+        with socket.create_connection((address, port), timeout=seconds):
+            return ""
+    except TimeoutError:
+        return (
+            f"no answer from {address}:{port}: a firewall there drops it, or the machine is off; on the master: "
+            f"sudo ufw allow from {{this machine}} (or: sudo firewall-cmd --add-port={port}/tcp)"
+        )
+    except OSError as error:
+        if error.errno == errno.ECONNREFUSED:
+            return f"{address} refuses port {port}: the master is not up yet (on it: make up-master)"
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
+            return f"{address} cannot be reached: wrong address, or another network ({error.strerror})"
+        return f"{address}:{port}: {error.strerror or error}"
+
+
+class HubRefused(UserError):
+    """The hub answered, and the answer is no; asking again would not help."""
+
+
+class HubClient:
+    """Speaks to the hub of one master."""
+
+    def __init__(self, address: str, port: int, token: str = "") -> None:
+        host = f"[{address}]" if ":" in address else address
+        headers = {"x-token": token} if token else {}
+        self.address, self.port = address, port
+        self._http = httpx2.Client(base_url=f"http://{host}:{port}", headers=headers, timeout=REQUEST_SECONDS)
+        self.node, self.secret, self.run = "", "", ""
+
+    def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
+        """One request. Raises HubRefused for a no, and httpx2.HTTPError when there was no answer."""
+        answer = self._http.request(method, path, **options)
+        if answer.status_code in (401, 403, 409, 413, 422, 503):
+            detail = answer.json().get("detail", "") if "json" in answer.headers.get("content-type", "") else ""
+            mend = {
+                401: "give the master's token: TOKEN=...",
+                403: "on the master: make up-master ALLOW=<this network>",
+                409: "use the same version on both machines: git pull && make image",
+            }.get(answer.status_code, "see the master's log: make logs")
+            raise HubRefused(f"the master says no: {detail or answer.status_code}", mend)
+        answer.raise_for_status()
+        return dict(answer.json())
+
+    def wait(
+        self, seconds: float, say: Callable[[str], None], pause: Callable[[float], bool], every: float = 15.0
+    ) -> dict[str, Any] | None:
+        """Wait until the hub answers, with a line every `every` seconds that says what is in the way.
+
+        `pause` sleeps and returns True when this node must stop; then None is returned. Raises UserError after
+        `seconds`.
+        """
+        start, next_line = time.monotonic(), 0.0
+        while True:
+            try:
+                return self._ask("GET", "/hello")
+            except (httpx2.HTTPError, OSError):
+                waited = time.monotonic() - start
+            why = why_unreachable(self.address, self.port)
+            if waited > seconds:
+                raise UserError(f"the master was not there within {seconds:.0f} s: {why}", "make doctor HOST=...", 1)
+            if waited >= next_line:
+                say(f"waiting for the master ({waited:.0f} s of {seconds:.0f}): {why or 'it does not answer yet'}")
+                next_line = waited + every
+            if pause(1.0):
+                return None
+
+    def join(self, name: str, info: NodeInfo) -> None:
+        """Ask for admission; keeps node id and secret."""
+        answer = self._ask("POST", "/join", json={"name": name, "info": info.model_dump()})
+        self.node, self.secret, self.run = answer["node"], answer["secret"], answer["run"]
+
+    def beat(self, report: Report) -> dict[str, Any]:
+        """Report; returns the order."""
+        body = BeatRequest(
+            node=self.node, state=report.state, generation=report.generation, step=report.step, phase=report.phase,
+            outcome=report.outcome, message=report.message[:1000],
+        )  # fmt: skip
+        return self._ask("POST", "/beat", json=body.model_dump(), headers={"x-secret": self.secret})
+
+    def leave(self) -> None:
+        """Say goodbye, if there is somebody to hear it."""
+        try:
+            self._ask("POST", "/leave", json={"node": self.node}, headers={"x-secret": self.secret})
+        except (httpx2.HTTPError, UserError, OSError):
+            return
+
+    def status(self) -> dict[str, Any]:
+        """The run as the hub sees it."""
+        return self._ask("GET", "/status")
+
+    def end(self, why: str) -> None:
+        """Tell every node to end (from the master itself only)."""
+        self._ask("POST", "/end", json={"why": why})

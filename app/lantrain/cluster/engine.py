@@ -1,0 +1,113 @@
+"""One generation on one node: a torchrun that runs the trainer, started, watched and ended by the launcher.
+
+torchrun is static with no restarts of its own (docs/internals.md: its elastic modes lose nodes). It flattens every exit
+code to 1 and starts the trainer in a session of its own, so how the trainer ended is read from the beacon, and ending a
+generation means ending all descendants.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from lantrain.cluster import beacon
+
+PR_SET_CHILD_SUBREAPER = 36
+STOP_SIGNAL = signal.SIGUSR1
+"""Asks a trainer to stop at the next step boundary with a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """What a node needs to know to take part in a generation."""
+
+    number: int
+    rank: int
+    world: int
+    master_address: str
+    master_port: int
+    arguments: tuple[str, ...]
+
+
+def adopt_orphans() -> None:
+    """Make this process the parent of its descendants' orphans, so that none of them is lost sight of (Linux)."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def torchrun_command(generation: Generation) -> list[str]:
+    """The torchrun of a generation: static, one trainer, no restarts."""
+    return [
+        sys.executable, "-m", "torch.distributed.run",
+        f"--nnodes={generation.world}", "--nproc_per_node=1", f"--node_rank={generation.rank}",
+        f"--master_addr={generation.master_address}", f"--master_port={generation.master_port}",
+        "--max-restarts=0", "--monitor-interval=0.2", "--shutdown-timeout=90", f"--rdzv-id=g{generation.number}",
+        "-m", "scripts.base_train", "--", *generation.arguments,
+    ]  # fmt: skip
+
+
+class Trainer:
+    """The processes of one generation on this node."""
+
+    def __init__(self, generation: Generation, beacon_path: Path, environment: dict[str, str]) -> None:
+        """Start them. `environment` is added to this process's own."""
+        self.generation, self.beacon_path = generation, beacon_path
+        beacon_path.unlink(missing_ok=True)
+        variables = {
+            **os.environ, **environment,
+            "LANTRAIN_BEACON": str(beacon_path), "LANTRAIN_GENERATION": str(generation.number),
+            "PYTHONUNBUFFERED": "1",
+        }  # fmt: skip
+        self.process = subprocess.Popen(torchrun_command(generation), env=variables, start_new_session=True)
+        self._asked = False
+
+    def running(self) -> bool:
+        """Whether torchrun is still there."""
+        return self.process.poll() is None
+
+    def beacon(self) -> beacon.Beacon | None:
+        """The trainer's last word."""
+        return beacon.read(self.beacon_path, self.generation.number)
+
+    def ask_to_stop(self) -> None:
+        """Ask for a stop at the next step boundary, once the trainer is there to hear it."""
+        said = self.beacon()
+        if self._asked or said is None or said.phase in ("start", "connect", "load") or said.outcome:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(said.pid, STOP_SIGNAL)
+            self._asked = True
+
+    def kill(self) -> None:
+        """End torchrun, the trainer and whatever they started, at once."""
+        kill_descendants(self._family())
+        self.process.wait()
+
+    def _family(self) -> Sequence[psutil.Process]:
+        found: dict[int, psutil.Process] = {}
+        said = self.beacon()
+        for pid in (self.process.pid, said.pid if said else None):
+            if pid is None:
+                continue
+            with contextlib.suppress(psutil.Error):
+                process = psutil.Process(pid)
+                if psutil.Process().pid in [parent.pid for parent in process.parents()]:
+                    found |= {p.pid: p for p in [process, *process.children(recursive=True)]}
+        return list(found.values())
+
+
+def kill_descendants(processes: Sequence[psutil.Process]) -> None:
+    """SIGKILL `processes` and wait until they are gone; stopped (SIGSTOP) ones end too."""
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            process.kill()
+    psutil.wait_procs(processes, timeout=10)

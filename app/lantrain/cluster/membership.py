@@ -1,0 +1,305 @@
+"""Who takes part, and in which generation: the hub's memory and its decisions, with no I/O and no clock of its own.
+
+A generation is a fixed list of members, the master always rank 0, and one run of torchrun on each. Every change of the
+membership ends one generation and starts the next from the newest complete checkpoint. Nodes report twice a second
+(`beat`) and get an order back; `tick` looks for silence and moves the run on. Times are seconds of a monotonic clock,
+so clocks that differ between machines do not matter.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+Order = dict[str, Any]
+NodeState = Literal["idle", "running", "stopped", "leaving"]
+
+
+@dataclass(frozen=True)
+class Limits:
+    """How long the hub waits for what, in seconds."""
+
+    silence: float = 15.0
+    """A node unheard of for so long is lost. Above the 10 s for which a link may flap."""
+    stop_answer: float = 10.0
+    """Nodes have so long to end their trainers when a generation was ended by a failure."""
+    drain: float = 60.0
+    """A planned stop at a step boundary may take so long, checkpoint included, before it is forced."""
+    settle: float = 3.0
+    """Machines that join within so long of each other join in one change."""
+    first_step: float = 180.0
+    """A generation has so long to make its first step; Gloo can hang there beyond its own limits."""
+    stall: float = 120.0
+    """No rank finished a step for so long (or 10 of its usual steps): whoever did not enter the step is named."""
+    flap_window: float = 600.0
+    flap_pause: float = 10.0
+    """A node that failed twice within the window waits so long, doubled with each further failure, up to 10 minutes."""
+
+
+@dataclass
+class Node:
+    """One machine as the hub knows it."""
+
+    id: str
+    name: str
+    address: str
+    info: dict[str, Any]
+    last_seen: float
+    secret: str = field(default_factory=lambda: secrets.token_urlsafe(24), repr=False)
+    joined: float = 0.0
+    state: NodeState = "idle"
+    generation: int = 0
+    step: int = 0
+    phase: str = ""
+    phase_since: float = 0.0
+    message: str = ""
+    failures: list[float] = field(default_factory=list)
+    paused_until: float = 0.0
+
+    @property
+    def label(self) -> str:
+        """Name and address, for people."""
+        return f"{self.name} ({self.address})"
+
+
+@dataclass(frozen=True)
+class Report:
+    """What a node says of itself in a beat."""
+
+    state: NodeState
+    generation: int = 0
+    step: int = 0
+    phase: str = ""
+    outcome: str = ""
+    """How its trainer ended: done, stopped (at a step boundary), failed (others are to blame or it is), fatal."""
+    message: str = ""
+
+
+class Membership:
+    """The members of a run and its generations. The master is a node like the others, and always rank 0."""
+
+    def __init__(
+        self, clock: Callable[[], float], wanted: int, say: Callable[[str], None], limits: Limits | None = None
+    ) -> None:
+        """`wanted` nodes are waited for at the start; `say` gets a line for each thing that people should know."""
+        self.clock, self.wanted, self.say = clock, wanted, say
+        self.limits = limits or Limits()
+        self.nodes: dict[str, Node] = {}
+        self.master: Node | None = None
+        self.phase: Literal["gathering", "running", "draining", "killing", "ended"] = "gathering"
+        self.generation = 0
+        self.members: list[str] = []
+        self.since = clock()
+        self.why = ""
+        self.end_code = 0
+        self.first_step_made = False
+        self.step_seconds = 0.0
+        self._last_step = (0, clock())
+        self._ended: set[str] = set()
+        self._remembered: dict[str, tuple[list[float], float]] = {}
+        self.history: list[dict[str, Any]] = []
+
+    # --- what nodes do
+
+    def join(self, name: str, address: str, info: dict[str, Any], *, master: bool = False) -> Node:
+        """Admit a node; one that comes back from the same place replaces what it was."""
+        now = self.clock()
+        place = f"{name}@{address}"
+        for old in [node for node in self.nodes.values() if f"{node.name}@{node.address}" == place]:
+            self._forget(old, "came back" if old.id in self.members else "")
+        node = Node(secrets.token_hex(8), name, address, info, now, joined=now)
+        node.failures, node.paused_until = self._remembered.pop(place, ([], 0.0))
+        self.nodes[node.id] = node
+        if master:
+            self.master = node
+        self.say(f"{node.label} joined: {len(self.nodes)} of {max(self.wanted, len(self.nodes))} nodes are here")
+        return node
+
+    def leave(self, node_id: str) -> None:
+        """A node says goodbye, its trainer is down."""
+        node = self.nodes.get(node_id)
+        if node is not None:
+            self._forget(node, f"{node.label} left")
+
+    def beat(self, node_id: str, report: Report) -> Order:
+        """Take a node's report and give its order."""
+        node = self.nodes.get(node_id)
+        if node is None:
+            return {"order": "join"}
+        now = self.clock()
+        node.last_seen = now
+        node.state = report.state
+        if (report.phase, report.step) != (node.phase, node.step):
+            node.phase_since = now
+        node.generation, node.step, node.phase, node.message = (
+            report.generation, report.step, report.phase, report.message,
+        )  # fmt: skip
+        if node is self.master and report.state == "running" and report.generation == self.generation:
+            self._count_step(report.step, now)
+        if report.generation == self.generation and node_id in self.members:
+            if report.state == "stopped" and node_id not in self._ended:
+                self._ended.add(node_id)
+                self._trainer_ended(node, report)
+            elif report.state == "leaving" and self.phase == "running":
+                self._change("draining", f"{node.label} is leaving")
+        return self._order_for(node)
+
+    def _count_step(self, step: int, now: float) -> None:
+        last, at = self._last_step
+        if step > last:
+            if self.first_step_made:
+                seconds = (now - at) / (step - last)
+                self.step_seconds = seconds if not self.step_seconds else 0.8 * self.step_seconds + 0.2 * seconds
+            self.first_step_made = True
+            self._last_step = (step, now)
+
+    def _trainer_ended(self, node: Node, report: Report) -> None:
+        if report.outcome == "done":
+            if node is self.master:
+                self.end(0, "training is finished")
+        elif report.outcome == "fatal":
+            self.end(1, report.message or f"the trainer of {node.label} cannot go on")
+        elif report.outcome == "stopped":
+            if self.phase == "running":
+                self._change("draining", f"{node.label} stopped at a step boundary")
+        elif self.phase in ("running", "draining"):
+            node.failures.append(self.clock())
+            self._change("killing", f"the trainer of {node.label} ended: {report.message or 'no message'}")
+
+    def _order_for(self, node: Node) -> Order:
+        if self.phase == "ended":
+            return {"order": "end", "code": self.end_code, "why": self.why}
+        member = node.id in self.members
+        if self.phase == "running" and member:
+            return {"order": "run", **self.specification(node.id)}
+        if self.phase == "draining" and member:
+            # Only the master's trainer is told; the ranks agree among themselves on the step.
+            return {"order": "drain" if node is self.master else "run", **self.specification(node.id)}
+        if self.phase == "killing" and member:
+            return {"order": "kill", "generation": self.generation, "why": self.why}
+        return {"order": "wait", "generation": self.generation}
+
+    def specification(self, node_id: str) -> dict[str, Any]:
+        """Generation, rank and world size of a member."""
+        return {
+            "generation": self.generation, "rank": self.members.index(node_id), "world": len(self.members),
+        }  # fmt: skip
+
+    # --- what time does
+
+    def tick(self) -> None:
+        """Look for silence, stalls and answers that are due. Called a few times a second."""
+        now = self.clock()
+        for node in list(self.nodes.values()):
+            if node is not self.master and now - node.last_seen > self.limits.silence:
+                self._forget(node, f"{node.label} has been silent for {now - node.last_seen:.0f} s", failed=True)
+        if self.phase == "gathering" and len(self.ready()) >= self.wanted:
+            self._start("all nodes are here")
+        elif self.phase == "running":
+            self._watch_running(now)
+        elif self.phase == "draining":
+            self._watch_stopping(now, self.limits.drain)
+        elif self.phase == "killing":
+            self._watch_stopping(now, self.limits.stop_answer)
+
+    def ready(self) -> list[Node]:
+        """Nodes that could be in the next generation, the master first, then by name."""
+        now = self.clock()
+        free = [node for node in self.nodes.values() if node.state != "leaving" and node.paused_until <= now]
+        if self.master is None or self.master not in free:
+            return []
+        others = sorted((n for n in free if n is not self.master), key=lambda n: (n.name, n.address))
+        return [self.master, *others]
+
+    def _watch_running(self, now: float) -> None:
+        late = self.limits.stall if self.step_seconds == 0 else max(self.limits.stall, 10 * self.step_seconds)
+        if not self.first_step_made and now - self.since > self.limits.first_step:
+            self._blame_stalled(f"no first step within {self.limits.first_step:.0f} s", now)
+        elif self.first_step_made and now - self._last_step[1] > late and self._all_in("step"):
+            self._blame_stalled(f"no step for {now - self._last_step[1]:.0f} s", now)
+        else:
+            new = [node for node in self.ready() if node.id not in self.members]
+            if new and self.first_step_made and now - max(node.joined for node in new) >= self.limits.settle:
+                self._change("draining", f"{', '.join(node.label for node in new)} joined")
+
+    def _all_in(self, phase: str) -> bool:
+        """Whether no member is evaluating, saving or sampling, which may take long."""
+        return all(self.nodes[member].phase == phase for member in self.members if member in self.nodes)
+
+    def _blame_stalled(self, what: str, now: float) -> None:
+        steps = {member: self.nodes[member].step for member in self.members if member in self.nodes}
+        newest = max(steps.values(), default=0)
+        behind = [member for member, step in steps.items() if step < newest]
+        # With every rank in the same step, the one that entered it last is the likeliest.
+        silent = behind or [max(steps, key=lambda member: self.nodes[member].phase_since)]
+        for member in silent:
+            self.nodes[member].failures.append(now)
+        names = ", ".join(self.nodes[member].label for member in silent)
+        self._change("killing", f"{what}; {names} did not enter step {newest}")
+
+    def _watch_stopping(self, now: float, limit: float) -> None:
+        running = [m for m in self.members if m in self.nodes and self.nodes[m].state in ("running", "leaving")]
+        running = [m for m in running if self.nodes[m].generation == self.generation]
+        leaving = [m for m in running if self.nodes[m].state == "leaving"]
+        if not running or (self.phase == "draining" and running == leaving and self._drained()):
+            self._start(self.why)
+        elif now - self.since > limit:
+            if self.phase == "draining":
+                self._change("killing", f"{self.why}; the planned stop took more than {limit:.0f} s")
+                return
+            for member in running:
+                node = self.nodes[member]
+                if node is self.master:
+                    continue
+                self._forget(node, f"{node.label} did not stop within {limit:.0f} s", failed=True)
+
+    def _drained(self) -> bool:
+        """Whether the master's trainer is down: then the ranks have stopped together, a leaving node's too."""
+        return self.master is not None and self.master.state != "running"
+
+    # --- changes
+
+    def _start(self, why: str) -> None:
+        ready = self.ready()
+        if not ready:
+            return
+        now = self.clock()
+        self.generation += 1
+        self.members, self._ended = [node.id for node in ready], set()
+        for node in ready:
+            node.step, node.phase, node.phase_since = 0, "", now
+        self.first_step_made, self.step_seconds = False, 0.0
+        self._last_step = (0, now)
+        self._change("running", why)
+        names = ", ".join(f"{rank} {node.label}" for rank, node in enumerate(ready))
+        self.say(f"generation {self.generation}: {len(ready)} ranks: {names}")
+
+    def _change(self, phase: Literal["running", "draining", "killing", "ended"], why: str) -> None:
+        self.phase, self.why, self.since = phase, why, self.clock()
+        self.history.append({"time": self.since, "phase": phase, "generation": self.generation, "why": why})
+        if phase != "running":
+            verb = {"draining": "stopping at the next step", "killing": "ending", "ended": "the run ends"}[phase]
+            self.say(f"generation {self.generation}: {verb}: {why}")
+
+    def _forget(self, node: Node, why: str, *, failed: bool = False) -> None:
+        now = self.clock()
+        if failed:
+            node.failures.append(now)
+        recent = [at for at in node.failures if now - at < self.limits.flap_window]
+        pause = min(600.0, self.limits.flap_pause * 2 ** (len(recent) - 2)) if len(recent) >= 2 else 0.0
+        self._remembered[f"{node.name}@{node.address}"] = (recent, now + pause)
+        if pause:
+            self.say(f"{node.label} failed {len(recent)} times lately: it is taken back after {pause:.0f} s")
+        self.nodes.pop(node.id, None)
+        if node.id in self.members and self.phase in ("running", "draining") and why:
+            self._change("killing", why)
+        elif why:
+            self.say(why)
+
+    def end(self, code: int, why: str) -> None:
+        """The run is over, for every node."""
+        if self.phase != "ended":
+            self.end_code = code
+            self._change("ended", why)
