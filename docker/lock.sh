@@ -23,7 +23,9 @@ note="# Made by docker/lock.sh from pyproject.toml: do not edit. torch is pinned
 write() {
   local out=$1
   shift
-  { echo "$note"; compile "${gpu_only[@]}" "$@"; } >"$out.tmp"
+  # uv keeps the versions that the file has, where they still fit; UV_UPGRADE=1 takes the newest.
+  compile "${gpu_only[@]}" "$@" --output-file "$out" >/dev/null
+  { echo "$note"; cat "$out"; } >"$out.tmp"
   mv "$out.tmp" "$out"
   echo "$out: $(grep -c '==' "$out") packages"
 }

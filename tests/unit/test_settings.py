@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).parents[2]
 # What the recipes set for what they call, and what compose itself knows.
@@ -69,3 +71,18 @@ def test_make_alone_lists_every_target_in_one_line_each() -> None:
     listing = done.stdout.splitlines()
     assert {line.split()[1] for line in listing} == targets
     assert len(listing) == len(targets)
+
+
+@pytest.mark.parametrize(("lock", "extra"), [("requirements.txt", None), ("requirements-dev.txt", "dev")])
+def test_lock_file_has_what_pyproject_asks_for(lock: str, extra: str | None) -> None:
+    """A dependency added without `docker/lock.sh` would be missing from the image and from everybody's venv."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [*project["dependencies"], *(project["optional-dependencies"][extra] if extra else [])]
+    text = (ROOT / "docker" / lock).read_text()
+    pinned = dict(re.findall(r"^([a-z0-9._-]+)==([^ ;\n]+)", text, re.MULTILINE))
+    for requirement in map(Requirement, wanted):
+        if requirement.name != "torch":  # from the index of CPU builds, pinned in pyproject.toml itself
+            version = pinned.get(requirement.name.lower().replace("_", "-"), "missing")
+            assert version != "missing", f"{requirement.name} is not in docker/{lock}: run docker/lock.sh"
+            assert requirement.specifier.contains(version)
+    assert not re.findall(r"^(?:nvidia|cuda|triton)\S*==", text, re.MULTILINE)
