@@ -16,6 +16,7 @@ DEMO_DIR ?= data/run
 PROMPT ?= def
 PYTEST_ARGS ?=
 export VENV
+multinode := docker compose --file compose.multinode.yaml
 # The demo's files stay in the project: never in a nanochat folder that happens to be set.
 in_demo := NANOCHAT_BASE_DIR="$(abspath $(DEMO_DIR))" NANOCHAT_DATA_DIR="$(abspath $(DEMO_DIR))/shards"
 
@@ -40,6 +41,25 @@ up: image ## train in containers on this machine: prepare the data, then master 
 	@docker compose up --detach --no-build
 	@echo "running: \`make logs\` follows it, \`make ps\` shows the state, \`make down\` stops it"
 
+.PHONY: up-master
+up-master: image ## lead a run over several machines: make up-master [NODES=2] [TRAIN_ARGS="--depth 8"]
+	@$(multinode) --profile master up --detach --no-build --force-recreate master
+	@echo "running: \`make logs\` shows what to type on the other machines, \`make status\` who is here"
+
+.PHONY: up-worker
+up-worker: export HOST := $(value HOST)
+up-worker: ## take part in the run of the master at HOST: make up-worker HOST=192.168.1.36
+	@tools/up-worker.sh
+
+.PHONY: status
+status: ## show the run's state, its nodes and their ranks, on any of the machines
+	@tools/in-node.sh status
+
+.PHONY: doctor
+doctor: export HOST := $(value HOST)
+doctor: ## check this machine, and the way to the master: make doctor [HOST=192.168.1.36]
+	@$(multinode) run --rm --no-deps --no-TTY $(if $(strip $(HOST)),worker,master) python -m scripts.doctor
+
 .PHONY: logs
 logs: ## follow the logs of all containers (Ctrl-C leaves them running)
 	@docker compose logs --follow --tail 100
@@ -49,7 +69,8 @@ ps: ## show the containers, their health and exit codes
 	@docker compose ps --all
 
 .PHONY: down
-down: ## stop and remove the containers; shards and checkpoints stay on the volume
+down: ## stop and remove the containers, on a master for all machines; shards and checkpoints stay on the volume
+	@tools/in-node.sh end
 	@docker compose down
 
 .PHONY: sample
@@ -61,6 +82,11 @@ sample: ## write text with the newest checkpoint: make sample PROMPT="def main("
 test: ## run all tests (those that need Docker skip, with the reason, where there is none)
 	@tools/venv.sh dev
 	@"$(VENV)/bin/python" -m pytest $(PYTEST_ARGS)
+
+.PHONY: test-faults
+test-faults: ## run every fault test, the long ones too: nodes killed, links cut, machines restarted
+	@tools/venv.sh dev
+	@"$(VENV)/bin/python" -m pytest tests/faults -m "long or not long" $(PYTEST_ARGS)
 
 .PHONY: test-local-2rank
 test-local-2rank: ## run the report's two-rank run in two containers and print the table: 1 rank against 2

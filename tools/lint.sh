@@ -18,6 +18,7 @@ run "$bin/hadolint" docker/Dockerfile
 run "$bin/yamllint" --strict .
 if docker compose version >/dev/null 2>&1; then
   run docker compose --file compose.yaml config --quiet
+  run docker compose --file compose.multinode.yaml --profile master --profile worker config --quiet
 else
-  echo "lint: compose.yaml not checked: no \`docker compose\` here"
+  echo "lint: compose files not checked: no \`docker compose\` here"
 fi

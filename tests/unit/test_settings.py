@@ -1,4 +1,4 @@
-"""Every setting that compose.yaml, the Makefile or a script reads is explained in .env.example, and no other."""
+"""Every setting that a compose file, the Makefile or a script reads is explained in .env.example, and no other."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def documented() -> set[str]:
 
 
 def read_by_compose() -> set[str]:
-    text = re.sub(r"^\s*#.*$", "", (ROOT / "compose.yaml").read_text(), flags=re.M)
+    files = "".join((ROOT / name).read_text() for name in ("compose.yaml", "compose.multinode.yaml"))
+    text = re.sub(r"^\s*#.*$", "", files, flags=re.M)
     interpolated = re.findall(r"\$\{([A-Z][A-Z0-9_]*)", text)
     handed_on = re.findall(r"^\s+([A-Z][A-Z0-9_]*):\s*$", text, re.M)
     return {*interpolated, *handed_on}
