@@ -1,7 +1,10 @@
 """Join machines into one training run: `python -m scripts.node master`, `worker HOST`, `status`, `end`.
 
 The settings come from the environment, so that compose hands them on: NODES, HOST, TRAIN_ARGS, ADDRESS, HUB_PORT,
-MASTER_PORT, ALLOW, TOKEN, SILENCE, WAIT.
+MASTER_PORT, ALLOW, TOKEN, SILENCE, STALL, WAIT, DATA_SOURCE.
+
+Exit codes: 0 when training is finished or the master was told to end; 128 + the signal's number when stopped by one; 1
+when starting again may help; others (most often 2) when something has to be mended first.
 """
 
 from __future__ import annotations
@@ -10,8 +13,12 @@ import argparse
 import json
 import os
 import sys
+from collections.abc import Callable
 
-from lantrain.errors import UserError, run_main
+from lantrain.cluster import giving_up
+from lantrain.cluster.addresses import clean_host, resolve
+from lantrain.cluster.membership import Limits
+from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
 
 DEFAULT_TRAIN_ARGS = (
     "--depth 4 --max-seq-len 512 --device-batch-size 2 --total-batch-size 4096 --num-iterations 1000 --eval-every 100"
@@ -29,9 +36,29 @@ def _number(name: str, default: float) -> float:
     return value
 
 
+def _limits() -> Limits:
+    return Limits(silence=_number("SILENCE", Limits.silence), stall=_number("STALL", Limits.stall))
+
+
+def _launch(run: Callable[[], int]) -> int:
+    """Run a launcher, unless the start before this one ended by a mistake that is still there."""
+    why = giving_up.take_note()
+    if why:
+        print(f"[lantrain] not starting again: {why}", flush=True)
+        return 0
+    try:
+        code = run()
+    except UserError as error:
+        if error.exit_code != LOST_PEER_EXIT:
+            giving_up.leave_note(" ".join(str(error).split()))
+        raise
+    if 0 < code < 128:
+        giving_up.leave_note("the run has ended by an error, see above; mend it and start it by hand")
+    return code
+
+
 def _master() -> int:
     from lantrain import paths
-    from lantrain.cluster.membership import Limits
     from lantrain.cluster.node import MasterOptions, run_master, split_arguments
     from lantrain.training.config import parse
     from scripts.prepare import main as prepare
@@ -49,21 +76,18 @@ def _master() -> int:
         nodes=int(_number("NODES", 2)), address=os.environ.get("ADDRESS", "").strip(),
         hub_port=int(_number("HUB_PORT", 29501)), train_port=int(_number("MASTER_PORT", 29500)),
         arguments=arguments, allow=os.environ.get("ALLOW", ""), token=os.environ.get("TOKEN", ""),
-        prepare=prepare_data, limits=Limits(silence=_number("SILENCE", 15)),
+        prepare=prepare_data, limits=_limits(),
     )  # fmt: skip
     return run_master(options)
 
 
 def _worker(host: str) -> int:
-    from lantrain.cluster.addresses import clean_host
-    from lantrain.cluster.membership import Limits
-
     clean_host(host)  # before torch is loaded
     from lantrain.cluster.node import WorkerOptions, run_worker
 
     options = WorkerOptions(
         host, int(_number("HUB_PORT", 29501)), os.environ.get("TOKEN", ""), _number("WAIT", 600),
-        Limits(silence=_number("SILENCE", 15)),
+        _limits(),
     )  # fmt: skip
     return run_worker(options)
 
@@ -97,17 +121,20 @@ def _ask(command: str, host: str, as_json: bool) -> int:
 def main() -> int:
     """Dispatch to the launcher that was asked for."""
     parser = argparse.ArgumentParser(prog="scripts.node", description=__doc__)
-    parser.add_argument("command", choices=["master", "worker", "status", "end"])
+    parser.add_argument("command", choices=["master", "worker", "status", "end", "check"])
     parser.add_argument("host", nargs="?", default=None, help="the master's address (default: HOST)")
     parser.add_argument("--json", action="store_true", help="for status: the whole answer")
     args = parser.parse_args()
     host = args.host if args.host is not None else os.environ.get("HOST", "")
     if args.command == "master":
         print("[lantrain] master starting", flush=True)
-        return _master()
+        return _launch(_master)
     if args.command == "worker":
         print("[lantrain] worker starting", flush=True)
-        return _worker(host)
+        return _launch(lambda: _worker(host))
+    if args.command == "check":
+        print(f"the master's address is {resolve(clean_host(host))}", flush=True)
+        return 0
     return _ask(args.command, host or "127.0.0.1", args.json)
 
 

@@ -16,14 +16,7 @@ from lantrain.cluster.engine import Generation, Trainer
 from lantrain.cluster.membership import Report
 
 BEAT_SECONDS = 0.5
-
-
-class HubLost(Exception):
-    """The hub has been silent for longer than the limit, restarted, or says goodbye; `why` is for people."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(why)
-        self.why = why
+FROZEN = "its trainer is stopped (SIGSTOP, or a debugger)"
 
 
 @dataclass(frozen=True)
@@ -59,7 +52,8 @@ class Agent:
         number = self.trainer.generation.number
         return Report(
             "leaving" if self.leaving else "running", number,
-            said.step if said else 0, said.phase if said else "start",
+            said.step if said else 0, said.phase if said else "start", "",
+            FROZEN if self.trainer.frozen() else "",
         )  # fmt: skip
 
     def _reap(self) -> None:
@@ -104,10 +98,15 @@ class Agent:
             return
         generation = Generation(
             number, int(order["rank"]), int(order["world"]), str(order["master_address"]),
-            int(order["master_port"]), tuple(map(str, order["arguments"])),
+            int(order["master_port"]), tuple(map(str, order["arguments"])), str(order.get("run", "")),
         )  # fmt: skip
         self.say(f"generation {number}: starting as rank {generation.rank} of {generation.world}")
-        self.trainer = Trainer(generation, self._folder / "beacon.json", dict(order.get("environment", {})))
+        try:
+            self.trainer = Trainer(generation, self._folder / "beacon.json", dict(order.get("environment", {})))
+        except OSError as error:
+            self.last_generation = number
+            self.last_outcome = ("failed", f"torchrun cannot be started: {error.strerror}")
+            self.say(self.last_outcome[1])
 
     def forget_generations(self) -> None:
         """A new hub counts from one again."""

@@ -47,14 +47,23 @@ class HubClient:
         host = f"[{address}]" if ":" in address else address
         headers = {"x-token": token} if token else {}
         self.address, self.port = address, port
-        self._http = httpx2.Client(base_url=f"http://{host}:{port}", headers=headers, timeout=REQUEST_SECONDS)
+        self._http = httpx2.Client(
+            base_url=f"http://{host}:{port}", headers=headers, timeout=REQUEST_SECONDS, trust_env=False
+        )
         self.node, self.secret, self.run = "", "", ""
 
     def _ask(self, method: str, path: str, **options: Any) -> dict[str, Any]:
         """One request. Raises HubRefused for a no, and httpx2.HTTPError when there was no answer."""
         answer = self._http.request(method, path, **options)
+        try:
+            value = answer.json()
+        except ValueError:
+            value = None
+        if not isinstance(value, dict):
+            # uvicorn's own 503 when it is busy, a proxy, or another program.
+            raise httpx2.RemoteProtocolError(f"{answer.status_code} without JSON: not lantrain's hub, or it is busy")
         if answer.status_code in (401, 403, 409, 413, 422, 503):
-            detail = answer.json().get("detail", "") if "json" in answer.headers.get("content-type", "") else ""
+            detail = value.get("detail", "")
             mend = {
                 401: "give the master's token: TOKEN=...",
                 403: "on the master: make up-master ALLOW=<this network>",
@@ -62,7 +71,7 @@ class HubClient:
             }.get(answer.status_code, "see the master's log: make logs")
             raise HubRefused(f"the master says no: {detail or answer.status_code}", mend)
         answer.raise_for_status()
-        return dict(answer.json())
+        return value
 
     def wait(
         self, seconds: float, say: Callable[[str], None], pause: Callable[[float], bool], every: float = 15.0
@@ -74,15 +83,22 @@ class HubClient:
         """
         start, next_line = time.monotonic(), 0.0
         while True:
+            why = "it is going down and will return"
             try:
-                return self._ask("GET", "/hello")
-            except (httpx2.HTTPError, OSError):
-                waited = time.monotonic() - start
-            why = why_unreachable(self.address, self.port)
+                hello = self._ask("GET", "/hello")
+                if "lantrain" not in hello:
+                    why = f"what answers at {self.address}:{self.port} is not lantrain's hub"
+                elif not hello.get("away"):
+                    return hello
+            except httpx2.TransportError as error:
+                why = why_unreachable(self.address, self.port) or f"it does not answer yet ({error})"
+            except (httpx2.HTTPError, OSError) as error:
+                why = f"what answers at {self.address}:{self.port} is not lantrain's hub ({error})"
+            waited = time.monotonic() - start
             if waited > seconds:
                 raise UserError(f"the master was not there within {seconds:.0f} s: {why}", "make doctor HOST=...", 1)
             if waited >= next_line:
-                say(f"waiting for the master ({waited:.0f} s of {seconds:.0f}): {why or 'it does not answer yet'}")
+                say(f"waiting for the master ({waited:.0f} s of {seconds:.0f}): {why}")
                 next_line = waited + every
             if pause(1.0):
                 return None

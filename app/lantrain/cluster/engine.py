@@ -36,6 +36,8 @@ class Generation:
     master_address: str
     master_port: int
     arguments: tuple[str, ...]
+    run: str = ""
+    """The hub's own mark: generations of a hub that was restarted count from one again."""
 
 
 def adopt_orphans() -> None:
@@ -47,10 +49,11 @@ def adopt_orphans() -> None:
 def torchrun_command(generation: Generation) -> list[str]:
     """The torchrun of a generation: static, one trainer, no restarts."""
     return [
-        sys.executable, "-m", "torch.distributed.run",
+        sys.executable, "-m", "lantrain.cluster.torchrun",
         f"--nnodes={generation.world}", "--nproc_per_node=1", f"--node_rank={generation.rank}",
         f"--master_addr={generation.master_address}", f"--master_port={generation.master_port}",
-        "--max-restarts=0", "--monitor-interval=0.2", "--shutdown-timeout=90", f"--rdzv-id=g{generation.number}",
+        "--max-restarts=0", "--monitor-interval=0.2", "--shutdown-timeout=90",
+        f"--rdzv-id={generation.run}g{generation.number}",
         "-m", "scripts.base_train", "--", *generation.arguments,
     ]  # fmt: skip
 
@@ -59,14 +62,17 @@ class Trainer:
     """The processes of one generation on this node."""
 
     def __init__(self, generation: Generation, beacon_path: Path, environment: dict[str, str]) -> None:
-        """Start them. `environment` is added to this process's own."""
+        """Start them. `environment` is added to this process's own. Raises OSError when no process can be made."""
         self.generation, self.beacon_path = generation, beacon_path
         beacon_path.unlink(missing_ok=True)
         variables = {
+            # Of each lost connection torch and torchrun would print some 40 lines that name no machine.
+            "TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL",
             **os.environ, **environment,
             "LANTRAIN_BEACON": str(beacon_path), "LANTRAIN_GENERATION": str(generation.number),
-            "PYTHONUNBUFFERED": "1",
+            "LANTRAIN_RUN": generation.run, "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
+        variables.pop("TOKEN", None)  # the hub's alone; a trainer's crash report may list its environment
         self.process = subprocess.Popen(torchrun_command(generation), env=variables, start_new_session=True)
         self._asked = False
 
@@ -87,10 +93,18 @@ class Trainer:
             os.kill(said.pid, STOP_SIGNAL)
             self._asked = True
 
+    def frozen(self) -> bool:
+        """Whether the trainer has been stopped (SIGSTOP, a debugger) and takes no step until it is continued."""
+        said = self.beacon()
+        with contextlib.suppress(psutil.Error):
+            return said is not None and psutil.Process(said.pid).status() == psutil.STATUS_STOPPED
+        return False
+
     def kill(self) -> None:
         """End torchrun, the trainer and whatever they started, at once."""
         kill_descendants(self._family())
-        self.process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # a process inside a dead disk's driver cannot be ended
+            self.process.wait(timeout=10)
 
     def _family(self) -> Sequence[psutil.Process]:
         found: dict[int, psutil.Process] = {}

@@ -85,7 +85,8 @@ def _own_store(timeout: datetime.timedelta) -> dict[str, Any]:
     if not generation:
         return {}
     store, rank, world = next(iter(dist.rendezvous("env://", timeout=timeout)))
-    return {"store": dist.PrefixStore(f"generation{generation}", store), "rank": rank, "world_size": world}
+    prefix = f"{os.environ.get('LANTRAIN_RUN', '')}generation{generation}"
+    return {"store": dist.PrefixStore(prefix, store), "rank": rank, "world_size": world}
 
 
 def form_groups() -> Ranks:

@@ -104,6 +104,7 @@ class Hub:
         self.lock = threading.Lock()
         self.started = time.time()
         self.going_down = False
+        self.end_asked = ""
 
     def _node(self, node_id: str, secret: str) -> Any:
         node = self.membership.nodes.get(node_id)
@@ -138,6 +139,7 @@ class Hub:
                 "master_port": self.settings.master_port,
                 "arguments": self.settings.arguments,
                 "environment": self.settings.environment,
+                "run": self.run,
             }
         return order
 
@@ -148,10 +150,9 @@ class Hub:
             self.membership.leave(request.node)
         return {}
 
-    def end(self, why: str) -> None:
-        """Tell every node to end."""
-        with self.lock:
-            self.membership.end(0, why)
+    def ask_to_end(self, why: str) -> None:
+        """Have the master's loop end the run: a step boundary and a checkpoint come first."""
+        self.end_asked = why or "told to end"
 
     def status(self) -> dict[str, Any]:
         """The run as `make status` shows it. No secrets."""
@@ -195,7 +196,9 @@ def build_app(hub: Hub) -> FastAPI:
 
     @app.get("/hello")
     def hello() -> dict[str, Any]:
-        return {"lantrain": lantrain.__version__, "token": not hub.admission.token_matches("")}
+        return {
+            "lantrain": lantrain.__version__, "token": not hub.admission.token_matches(""), "away": hub.going_down,
+        }  # fmt: skip
 
     @app.post("/join")
     def join(body: JoinRequest, request: Request) -> dict[str, Any]:
@@ -217,7 +220,7 @@ def build_app(hub: Hub) -> FastAPI:
     def end(body: EndRequest, request: Request) -> dict[str, Any]:
         if address_of(request) not in ("127.0.0.1", "::1"):
             raise HTTPException(403, "only the master itself may end the run")
-        hub.end(body.why)
+        hub.ask_to_end(body.why)
         return {}
 
     return app

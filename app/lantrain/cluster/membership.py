@@ -120,7 +120,11 @@ class Membership:
     def leave(self, node_id: str) -> None:
         """A node says goodbye, its trainer is down."""
         node = self.nodes.get(node_id)
-        if node is not None:
+        if node is not None and self.phase == "draining":
+            # As planned: the others' trainers, too, stop at the boundary; the master's may still write the checkpoint.
+            self.nodes.pop(node_id)
+            self.say(f"{node.label} left")
+        elif node is not None:
             self._forget(node, f"{node.label} left")
 
     def beat(self, node_id: str, report: Report) -> Order:
@@ -232,12 +236,15 @@ class Membership:
         steps = {member: self.nodes[member].step for member in self.members if member in self.nodes}
         newest = max(steps.values(), default=0)
         behind = [member for member, step in steps.items() if step < newest]
-        # With every rank in the same step, the one that entered it last is the likeliest.
-        silent = behind or [max(steps, key=lambda member: self.nodes[member].phase_since)]
+        # A node says so when its trainer is stopped (SIGSTOP). With every rank in the same step, the one that entered
+        # it last is the likeliest.
+        frozen = [member for member in steps if self.nodes[member].message]
+        silent = frozen or behind or [max(steps, key=lambda member: self.nodes[member].phase_since)]
         for member in silent:
             self.nodes[member].failures.append(now)
         names = ", ".join(self.nodes[member].label for member in silent)
-        self._change("killing", f"{what}; {names} did not enter step {newest}")
+        said = f" ({self.nodes[silent[0]].message})" if frozen else ""
+        self._change("killing", f"{what}; {names} did not finish step {newest}{said}")
 
     def _watch_stopping(self, now: float, limit: float) -> None:
         running = [m for m in self.members if m in self.nodes and self.nodes[m].state in ("running", "leaving")]

@@ -9,7 +9,8 @@ import shlex
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
@@ -35,6 +36,8 @@ STOP_GRACE_SECONDS = 90.0
 """For a step, and the checkpoint after it, when this node is told to stop; compose's grace period is longer."""
 FAREWELL_SECONDS = 10.0
 """How long the hub stays to tell the workers that the run has ended."""
+ALIVE_SECONDS = 4.0
+"""A worker that has not reported for so long will not hear the farewell either; a request takes up to 2 s."""
 LIST_EVERY = 15.0
 
 
@@ -75,6 +78,7 @@ class StopRequest:
 
     def __init__(self) -> None:
         self.number = 0
+        self._interrupt = False
         self._event = threading.Event()
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._remember)
@@ -82,6 +86,17 @@ class StopRequest:
     def _remember(self, number: int, frame: FrameType | None) -> None:
         self.number = number
         self._event.set()
+        if self._interrupt:
+            raise SystemExit(128 + number)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Inside, a signal ends the process where it is: nothing needs a step boundary yet."""
+        self._interrupt = True
+        try:
+            yield
+        finally:
+            self._interrupt = False
 
     def wait(self, seconds: float) -> bool:
         """Sleep, but not through a signal. Whether one has come."""
@@ -123,16 +138,17 @@ def run_master(options: MasterOptions) -> int:
     networks = parse_networks(options.allow) or [interface.network for interface in interfaces() if interface == here]
     refuse_public(here.address, options.allow)
     arguments = with_resume(options.arguments)
-    options.prepare()
     membership = Membership(time.monotonic, options.nodes, say, options.limits)
     settings = RunSettings(here.address, options.train_port, arguments, trainer_environment())
     hub = Hub(membership, Admission(list(networks), options.token), settings, code_fingerprint())
     server = HubServer(hub, sorted({here.address, "127.0.0.1"}), options.hub_port)
     port = "" if options.hub_port == DEFAULT_PORT else f" HUB_PORT={options.hub_port}"
-    token = " TOKEN=..." if options.token else ""
-    say(f"this is the master, {here.address} on {here.name}; on each other machine type:")
-    say(f"    make up-worker HOST={here.address}{port}{token}")
+    token = ", with this TOKEN in its .env" if options.token else ""
+    say(f"this is the master, {here.address} on {here.name}; on each other machine{token}, type:")
+    say(f"    make up-worker HOST={here.address}{port}")
     try:
+        with stop.at_once():
+            options.prepare()
         info = describe_node(here.name)
         with hub.lock:
             node = membership.join(platform.node(), here.address, info.model_dump(), master=True)
@@ -151,7 +167,9 @@ def _lead(hub: Hub, agent: Agent, node_id: str, stop: StopRequest) -> int:
             waiting = membership.phase == "gathering"
             names = [node.label for node in membership.nodes.values()]
         if order["order"] in ("run", "drain"):
-            order |= vars(hub.settings)
+            order |= {**vars(hub.settings), "run": hub.run}
+        if hub.end_asked and order["order"] != "end":
+            return _end_as_asked(hub, agent, hub.end_asked)
         ended = agent.obey(order)
         if ended is not None:
             return _say_farewell(hub, agent, ended)
@@ -165,15 +183,26 @@ def _lead(hub: Hub, agent: Agent, node_id: str, stop: StopRequest) -> int:
     return _step_down(hub, agent, stop.number)
 
 
+def _end_as_asked(hub: Hub, agent: Agent, why: str) -> int:
+    """`make down` on the master: a step boundary, a checkpoint, and the end for every node."""
+    say(f"{why}: every node ends at the next step, with a checkpoint")
+    agent.leaving = True
+    agent.stop_at_boundary(STOP_GRACE_SECONDS)
+    with hub.lock:
+        hub.membership.end(0, why)
+    return _say_farewell(hub, agent, Ended(0, why))
+
+
 def _say_farewell(hub: Hub, agent: Agent, ended: Ended) -> int:
-    """Stay until every worker has heard that the run is over, or for FAREWELL_SECONDS."""
+    """Stay until every worker that still reports has heard that the run is over, or for FAREWELL_SECONDS."""
     agent.end_now(ended.why)
     say(f"the run has ended: {ended.why}")
     until = time.monotonic() + FAREWELL_SECONDS
     while time.monotonic() < until:
         with hub.lock:
-            left = [node for node in hub.membership.nodes.values() if node is not hub.membership.master]
-        if not left:
+            now, master = hub.membership.clock(), hub.membership.master
+            nodes = [node for node in hub.membership.nodes.values() if node is not master]
+        if all(now - node.last_seen > ALIVE_SECONDS for node in nodes):
             break
         time.sleep(BEAT_SECONDS / 2)
     return ended.code
@@ -188,8 +217,9 @@ def _step_down(hub: Hub, agent: Agent, number: int) -> int:
         return _say_farewell(hub, agent, Ended(hub.membership.end_code, hub.membership.why))
     say(f"{name}: stopping at the next step, with a checkpoint; the workers wait for this machine to return")
     agent.leaving = True
-    stopped = agent.stop_at_boundary(STOP_GRACE_SECONDS)
-    say("stopped with a checkpoint" if stopped else "stopped; the last checkpoint is the one before")
+    if agent.trainer is not None:
+        stopped = agent.stop_at_boundary(STOP_GRACE_SECONDS)
+        say("stopped with a checkpoint" if stopped else "stopped; the last checkpoint is the one before")
     with hub.lock:
         hub.going_down = True
     time.sleep(2 * BEAT_SECONDS)  # every worker asks once more and hears "away"
@@ -222,11 +252,15 @@ def run_worker(options: WorkerOptions) -> int:
     info = describe_node(card)
     agent = Agent(say)
     while True:
-        client.join(platform.node(), info)
-        speed = f"{info.gemm_gflops:g} GFLOP/s in {info.dtype}, {info.threads} threads"
-        say(f"joined as {platform.node()} ({local}): {speed}")
-        agent.forget_generations()
-        result = _follow(client, agent, stop, options)
+        try:
+            client.join(platform.node(), info)
+        except (httpx2.HTTPError, OSError):
+            result: Ended | str = "the master went away again"
+        else:
+            speed = f"{info.gemm_gflops:g} GFLOP/s in {info.dtype}, {info.threads} threads"
+            say(f"joined as {platform.node()} ({local}): {speed}")
+            agent.forget_generations()
+            result = _follow(client, agent, stop, options)
         if isinstance(result, Ended):
             agent.end_now(result.why)
             client.leave()
@@ -234,15 +268,25 @@ def run_worker(options: WorkerOptions) -> int:
             return result.code
         if stop.number:
             return 128 + stop.number
-        say(f"{result}; the trainer is ended, waiting for the master to return")
+        say(f"{result}; waiting for the master to return")
         agent.end_now(result)
-        while True:
-            try:
-                if client.wait(options.wait_seconds, say, stop.wait) is None:
-                    return 128 + stop.number
-                break
-            except UserError as error:
-                say(f"{error}; still waiting")
+        if not _wait_for_return(client, stop, options.wait_seconds):
+            return 128 + stop.number
+
+
+def _wait_for_return(client: HubClient, stop: StopRequest, seconds: float) -> bool:
+    """Wait for a master that was there before, without end. Whether it returned; not, when this node must stop.
+
+    Raises HubRefused when it returned as another, for example with other code.
+    """
+    while not stop.wait(BEAT_SECONDS):
+        try:
+            return client.wait(seconds, say, stop.wait) is not None
+        except HubRefused:
+            raise
+        except UserError as error:
+            say(f"{error}; still waiting")
+    return False
 
 
 def _follow(client: HubClient, agent: Agent, stop: StopRequest, options: WorkerOptions) -> Ended | str:
