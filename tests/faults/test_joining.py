@@ -1,0 +1,121 @@
+"""Two commands on two machines, in any order; and what is refused, in words."""
+
+from __future__ import annotations
+
+import io
+import re
+import tarfile
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.faults.hosts import Lan
+
+Check = Callable[[int], list[dict[str, Any]]]
+
+
+def test_worker_first_then_master_to_the_end(lan: Lan, check: Check) -> None:
+    worker = lan.up_worker()
+    lan.until(lambda: worker.says("waiting for the master"), "line that says what is missing")
+    master = lan.up_master(60)
+    lan.until_step(5)
+    table = master.exec("python -m scripts.node status")
+    assert re.search(r"^running, generation 1, step \d+", table), table
+    assert re.search(rf"^0 +i9 +{re.escape(lan.address(0))}", table, re.M), table
+    assert re.search(rf"^1 +i5 +{re.escape(lan.address(1))}", table, re.M), table
+    assert "running, generation 1" in worker.exec("python -m scripts.node status")
+    files = worker.exec("find /data -type f")
+    assert lan.codes() == {"i9": 0, "i5": 0}, lan.explain()
+    records = check(60)
+    assert {record["ranks"] for record in records} == {2}
+    assert f"make up-worker HOST={lan.address(0)}" in master.logs()
+    assert "Traceback" not in master.logs() + worker.logs()
+    assert "socket" not in worker.logs(), "no warnings about looking up hostnames"
+    assert files == "", "a worker keeps nothing"
+
+
+@pytest.mark.long
+def test_three_nodes(lan: Lan, check: Check) -> None:
+    lan.up_master(60, NODES="3")
+    lan.up_worker(1)
+    lan.up_worker(2)
+    assert lan.codes() == {"i9": 0, "i5": 0, "laptop": 0}, lan.explain()
+    assert {record["ranks"] for record in check(60)} == {3}
+
+
+@pytest.mark.parametrize(
+    ("host", "words"),
+    [
+        ("", "HOST is empty"),
+        (" '' ", "HOST is empty"),
+        ("no_such.name.invalid", "does not resolve"),
+        ("192.168.1", "neither a name nor an address"),
+        ("0.0.0.0", "no machine's address"),
+    ],
+)
+def test_a_wrong_host_is_one_line_and_no_second_try(lan: Lan, host: str, words: str) -> None:
+    worker = lan.up_worker(host=host)
+    lan.until(lambda: worker.says("not starting again"), "second start", 60)
+    worker.code()
+    log = worker.logs()
+    assert re.search(rf"^error: .*{words}", log, re.M), log
+    assert "Traceback" not in log
+    assert log.count("worker starting") == 2
+
+
+def test_wrong_token_and_other_code_are_refused_and_the_right_worker_trains(lan: Lan, check: Check) -> None:
+    secret = "correct-horse"
+    master = lan.up_master(40, TOKEN=secret)
+    wrong = lan.up_worker(1, TOKEN="battery-staple")
+    other = lan.up_worker(2, start=False, TOKEN=secret)
+    replace_in_image(other.container, "/app/lantrain/errors.py", b'"""Another."""\n')
+    other.start()
+    for worker, words in ((wrong, "the token is missing or wrong"), (other, "code differs")):
+        lan.until(lambda worker=worker: worker.says("not starting again"), "refusal", 90)
+        assert re.search(rf"^error: the master says no: .*{words}", worker.logs(), re.M), worker.logs()
+        assert worker.code() == 0
+    right = lan.up_worker(3, TOKEN=secret)
+    assert lan.codes(master, right) == {"i9": 0, "attic": 0}, lan.explain()
+    check(40)
+    everything = lan.explain()
+    assert secret not in everything
+    assert "battery-staple" not in everything
+
+
+@pytest.mark.long
+def test_port_taken(lan: Lan) -> None:
+    squat = "import socket; s = socket.create_server(('0.0.0.0', 29501)); print('here', flush=True); s.accept()"
+    line = f'python -c "{squat}" & until python -m scripts.node master; do exit $?; done'
+    master = lan.add(0, ["bash", "-c", line], TRAIN_ARGS="--depth 2")
+    lan.until(lambda: master.says("not starting again"), "second start", 60)
+    assert re.search(r"^error: the hub cannot listen on .*:29501: .*HUB_PORT=29511", master.logs(), re.M)
+
+
+def test_wrong_flags_end_the_master_once_and_for_all(lan: Lan) -> None:
+    master = lan.up_master(40, "--total-batch-size=500")
+    lan.until(lambda: master.says("not starting again"), "second start", 60)
+    assert master.code() == 0
+    assert re.search(r"^error: total-batch-size 500 is not a multiple", master.logs(), re.M), master.logs()
+    assert master.logs().count("master starting") == 2
+
+
+def test_a_trainer_that_cannot_go_on_ends_every_node_with_the_reason(lan: Lan) -> None:
+    """No data for it: found by the trainer, when all have joined."""
+    master = lan.up_master(40, "--max-seq-len=128", "--total-batch-size=512", "--resume-from-step=7")
+    worker = lan.up_worker()
+    for host in (master, worker):
+        lan.until(lambda host=host: host.says("not starting again"), "end by a mistake", 120)
+        assert "checkpoint" in host.logs()
+        host.code()
+    assert len(re.findall(r"^\[lantrain\] generation \d+: 2 ranks", master.logs(), re.M)) == 1
+
+
+def replace_in_image(container: Any, path: str, content: bytes) -> None:
+    """Another version of one file of the image, in a container that has not been started."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        entry = tarfile.TarInfo(path.lstrip("/"))
+        entry.size = len(content)
+        tar.addfile(entry, io.BytesIO(content))
+    assert container.put_archive("/", buffer.getvalue())

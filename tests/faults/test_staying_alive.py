@@ -1,0 +1,182 @@
+"""Machines die, cables are pulled, people press buttons: training goes on, with the losses of an undisturbed run."""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import signal
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import pytest
+
+from tests.faults.hosts import Lan
+
+Check = Callable[[int], list[dict[str, Any]]]
+Times = Callable[[str, float], None]
+
+
+def pair(lan: Lan, steps: int, **env: str) -> tuple[Any, Any]:
+    """A master and a worker in the middle of a run, between two checkpoints."""
+    master, worker = lan.up_master(steps, **env), lan.up_worker(**env)
+    lan.until_step(30)
+    return master, worker
+
+
+def all_ended_well(lan: Lan, check: Check, steps: int) -> list[dict[str, Any]]:
+    assert set(lan.codes().values()) == {0}, lan.explain()
+    assert "Traceback" not in lan.explain()
+    return check(steps)
+
+
+def ranks_over_time(records: list[dict[str, Any]]) -> list[int]:
+    """World sizes in the order in which they changed."""
+    ranks = [record["ranks"] for record in records]
+    return ranks[:1] + [after for before, after in pairwise(ranks) if after != before]
+
+
+def test_trainer_of_a_worker_is_killed(lan: Lan, check: Check, times: Times) -> None:
+    _, worker = pair(lan, 120)
+    event = time.time()
+    os.kill(worker.trainer(), signal.SIGKILL)
+    all_ended_well(lan, check, 120)
+    times("worker's trainer killed (SIGKILL)", lan.seconds_to_next_step(event))
+    assert lan.generation() == 2
+
+
+def test_a_worker_crashes_and_is_taken_back(lan: Lan, check: Check, times: Times) -> None:
+    master, worker = pair(lan, 400)
+    event = time.time()
+    worker.crash()
+    lan.until_ranks(2, event)
+    all_ended_well(lan, check, 400)
+    times("worker's container killed, started again by Docker", lan.seconds_to_next_step(event))
+    assert worker.container.attrs["RestartCount"] == 1
+    assert master.says(r"i5 .*(came back|ended|silent)")
+
+
+def test_a_silent_link_is_noticed_and_the_worker_taken_back(lan: Lan, check: Check, times: Times) -> None:
+    master, worker = pair(lan, 900, SILENCE="6")
+    event = time.time()
+    worker.link("down")
+    lan.until_ranks(1, event)
+    times("worker's link down without a word, SILENCE=6: others alone", lan.seconds_to_next_step(event))
+    assert master.says(r"i5 \(\S+\) has been silent for")
+    lan.until(lambda: worker.says("the master has been silent"), "word of the worker")
+    back = time.time()
+    worker.link("up")
+    lan.until_ranks(2, back)
+    joined = [record["time"] for record in lan.records() if record["time"] > back and record["ranks"] == 2]
+    times("link up again: training with both", min(joined) - back)
+    records = all_ended_well(lan, check, 900)
+    assert ranks_over_time(records) == [2, 1, 2]
+
+
+def test_a_flapping_link_stops_nothing(lan: Lan, check: Check, times: Times) -> None:
+    _, worker = pair(lan, 150)
+    event = time.time()
+    worker.link("down")
+    lan.until(lambda: time.time() - event > 8, "8 s")
+    worker.link("up")
+    all_ended_well(lan, check, 150)
+    times("link down for 8 s", lan.seconds_to_next_step(event))
+    assert lan.generation() == 1, "nothing was started again"
+
+
+def test_the_master_crashes_and_goes_on(lan: Lan, check: Check, times: Times) -> None:
+    master, worker = pair(lan, 150)
+    event = time.time()
+    master.crash()
+    all_ended_well(lan, check, 150)
+    times("master's container killed, started again by Docker", lan.seconds_to_next_step(event))
+    assert master.logs().count("master starting") == 2
+    assert worker.logs().count("worker starting") == 1
+
+
+def test_a_worker_that_is_told_to_stop_leaves_at_a_step_boundary(lan: Lan, check: Check, times: Times) -> None:
+    master, worker = pair(lan, 150)
+    event = time.time()
+    seconds = worker.stop()
+    assert seconds < 60, worker.logs()
+    assert worker.code() == 128 + signal.SIGTERM
+    records = all_of_master(lan, check, 150)
+    times("worker told to stop (SIGTERM)", lan.seconds_to_next_step(event))
+    assert ranks_over_time(records) == [2, 1]
+    assert switch(records) in saved_steps(master.logs()), "not a step is lost"
+
+
+def all_of_master(lan: Lan, check: Check, steps: int) -> list[dict[str, Any]]:
+    assert lan.master.code() == 0, lan.explain()
+    return check(steps)
+
+
+def saved_steps(log: str) -> list[int]:
+    return [int(step) for step in re.findall(r"^Saved checkpoint of step (\d+) ", log, re.MULTILINE)]
+
+
+def switch(records: list[dict[str, Any]]) -> int:
+    """The last step before the number of ranks changed."""
+    return next(a["step"] for a, b in pairwise(records) if a["ranks"] != b["ranks"])
+
+
+def test_a_master_that_is_told_to_stop_saves_and_its_worker_waits(lan: Lan, check: Check, times: Times) -> None:
+    master, worker = pair(lan, 150)
+    seconds = master.stop()
+    assert seconds < 60, master.logs()
+    assert master.code() == 128 + signal.SIGTERM
+    stopped_at = lan.step()
+    assert saved_steps(master.logs())[-1] == stopped_at, "not a step is lost"
+    lan.until(lambda: worker.says("waiting for the master"), "word of the worker")
+    event = time.time()
+    master.start()
+    all_ended_well(lan, check, 150)
+    times("master started again after a stop", lan.seconds_to_next_step(event))
+    assert worker.logs().count("worker starting") == 1
+
+
+def test_make_down_on_the_master_ends_every_node_with_a_checkpoint(lan: Lan) -> None:
+    master, worker = pair(lan, 900)
+    master.exec("python -m scripts.node end")
+    assert lan.codes() == {"i9": 0, "i5": 0}, lan.explain()
+    assert saved_steps(master.logs())[-1] == lan.step() < 900
+    assert worker.says("the run has ended: the master was told to end")
+
+
+@pytest.mark.long
+def test_a_frozen_trainer_is_named_and_started_again(lan: Lan, check: Check, times: Times) -> None:
+    master, worker = pair(lan, 120, STALL="6")
+    event = time.time()
+    os.kill(worker.trainer(), signal.SIGSTOP)
+    all_ended_well(lan, check, 120)
+    times("worker's trainer frozen (SIGSTOP), STALL=6", lan.seconds_to_next_step(event))
+    assert master.says(r"no step for \d+ s; i5 \(\S+\) did not finish step \d+ \(its trainer is stopped"), master.logs()
+
+
+@pytest.mark.long
+@pytest.mark.timeout(3600)
+def test_nodes_killed_at_random_moments(lan: Lan, check: Check) -> None:
+    """Rounds of one long run: each kills something at a moment that nobody chose."""
+    rounds, seed = int(os.environ.get("ROUNDS", "10")), int(os.environ.get("SEED", "0")) or random.randrange(1 << 30)
+    draw = random.Random(seed)
+    print(f"SEED={seed} ROUNDS={rounds}")
+    master, worker = pair(lan, 900, SILENCE="6")
+    done = 0
+    while done < rounds and lan.step() < 850:
+        moment = time.monotonic() + draw.uniform(0, 8)
+        lan.until(lambda moment=moment: time.monotonic() >= moment, "moment")
+        what = draw.choice(["master", "worker", "trainer"])
+        event = time.time()
+        try:
+            if what == "trainer":
+                os.kill(draw.choice([master, worker]).trainer(), signal.SIGKILL)
+            else:
+                {"master": master, "worker": worker}[what].crash()
+        except (AssertionError, ProcessLookupError):
+            continue  # it was being started again
+        done += 1
+        lan.until(lambda event=event: any(r["time"] > event for r in lan.records()), f"step after round {done}")
+    assert done > 0
+    all_ended_well(lan, check, 900)
