@@ -157,3 +157,32 @@ def test_killed_rank_is_one_clear_line_for_the_other(base: Path) -> None:
     assert run.codes[0] == 1
     assert "error: rank 0 lost contact with another rank" in run.ranks[0].output
     assert "Traceback" not in run.ranks[0].output
+
+
+def test_checkpoints_by_time_do_not_change_the_training(base: Path) -> None:
+    """Written by a thread while the steps go on; the run ends as one without them, and each that is kept loads."""
+    flags = [*TINY, "--num-iterations=150"]
+    plain = run_ranks(2, base, [*flags, "--save-minutes=0"], tag="plain").ok()
+    timed = run_ranks(2, base, [*flags, "--save-minutes=0.003", "--keep-last=0"], tag="timed").ok()
+    assert plain.losses == timed.losses
+    steps = checkpoint.complete_steps(base / "base_checkpoints/timed")
+    assert len(steps) > 1
+    assert steps[-1] == 150
+    for step in steps:
+        checkpoint.load(base / "base_checkpoints/timed", step)
+    assert "ETTR: " in timed.log
+
+
+def test_outlier_is_logged_and_left_out_on_request(base: Path) -> None:
+    """After a shard of one repeated word comes another text: the loss jumps."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    data = base / "base_data_climbmix"
+    pq.write_table(pa.table({"text": ["abc abc abc abc abc. " * 4] * 9000}), data / "shard_00000.parquet")
+    flags = [*TINY, "--num-iterations=700", "--warmup-steps=5", "--embedding-lr=2"]
+    logged = run_ranks(2, base, flags, tag="logged").ok()
+    skipped = run_ranks(2, base, [*flags, "--skip-outliers"], tag="skipped").ok()
+    assert "standard deviations above the last ones" in logged.log
+    assert "the step is not taken" not in logged.log
+    assert "the step is not taken" in skipped.log

@@ -108,3 +108,14 @@ def test_interface_that_is_not_there(base: Path) -> None:
     assert run.codes == [0]
     run = run_ranks(2, base, SHORT, tag="nic", env={"GLOO_SOCKET_IFNAME": "wlan9"})
     _is_clear(run, "no interface 'wlan9'", "unset GLOO_SOCKET_IFNAME")
+
+
+def test_loss_that_is_not_a_number_ends_every_rank_and_keeps_the_last_checkpoint(base: Path) -> None:
+    flags = [*TINY, "--warmup-steps=1", "--num-iterations=40"]
+    run_ranks(2, base, [*flags, "--stop-after=4"], tag="nan").ok()
+    wild = [*flags, "--matrix-lr=1e38", "--embedding-lr=1e38", "--unembedding-lr=1e38", "--resume=auto"]
+    run = run_ranks(2, base, wild, tag="nan")
+    _is_clear(run, "is not a number in step")
+    assert run.codes == [3, 3]
+    checkpoint.load(base / "base_checkpoints/nan", 4)
+    assert checkpoint.complete_steps(base / "base_checkpoints/nan") == [4]

@@ -69,6 +69,8 @@ def build_parser() -> argparse.ArgumentParser:
     add("--mlflow-experiment", default=None, help="for --tracker mlflow")
     own = parser.add_argument_group("lantrain's own")
     own.add_argument("--resume", choices=["auto"], default=None, help="auto: the newest complete checkpoint, if any")
+    own.add_argument("--save-minutes", type=float, default=10.0, help="minutes between checkpoints by time (0: off)")
+    own.add_argument("--skip-outliers", action="store_true", help="do not take steps whose loss is an outlier")
     own.add_argument("--keep-last", type=int, default=3, help="complete checkpoints kept; older ones go (0: all)")
     own.add_argument("--shares", default=None, help="relative rows of each rank, for example 3,1 (default: equal)")
     own.add_argument("--stop-after", type=int, default=-1, help="stop with a checkpoint after this step (-1: off)")
@@ -139,6 +141,8 @@ def _check_numbers(args: argparse.Namespace) -> None:
         check_batch(args.total_batch_size, args.max_seq_len)
     if args.resume_from_step < -1:
         raise UserError(f"--resume-from-step {args.resume_from_step} is not a step")
+    if not args.save_minutes >= 0:
+        raise UserError(f"--save-minutes {args.save_minutes} is not a time", "use 0 to switch it off")
     if args.keep_last < 0:
         raise UserError(f"--keep-last {args.keep_last} is not a number of checkpoints", "use 0 to keep all")
     if args.world_size is not None and (args.world_size < 1 or not args.dry_run):

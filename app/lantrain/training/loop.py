@@ -7,7 +7,6 @@ import math
 import os
 import resource
 import signal
-import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -21,19 +20,19 @@ import lantrain
 from lantrain import paths
 from lantrain.cluster import beacon
 from lantrain.cluster.gemm import gemm_rate
-from lantrain.cluster.group import Ranks, gather_json
+from lantrain.cluster.group import Ranks, broadcast_json, gather_json
 from lantrain.cluster.replicas import check_replicas
 from lantrain.cluster.shares import micro_batches, split_rows
 from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
 from lantrain.data.packing import RowStream
 from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
-from lantrain.training import checkpoint
 from lantrain.training.config import Config, parse_shares
 from lantrain.training.evaluate import evaluate_bpb
 from lantrain.training.sample import complete
+from lantrain.training.saving import Saver
 from lantrain.training.start import Setup, leader_does
-from lantrain.training.track import Metrics, Progress, heartbeat, step_line
+from lantrain.training.track import Metrics, OutlierWatch, Progress, heartbeat, step_line
 
 T = TypeVar("T")
 
@@ -50,6 +49,9 @@ PROMPTS = (
     "If 5*x + 3 = 13, then x is",
 )
 SAMPLE_TOKENS = 16
+LONG_EVALUATION_SECONDS = 120
+"""An evaluation that is expected to take longer is not begun before a checkpoint."""
+OUTLIER_SIGMAS = 6
 
 
 class StopSignal:
@@ -97,9 +99,16 @@ class Loop:
         self.metrics: Metrics | None = None
         self.validation: Any = None
         self.last: Batch | None = None
-        self.saved_step = -1
+        self.saver = Saver(
+            self.folder, every_steps=self.args.save_every, every_seconds=60 * self.args.save_minutes,
+            keep_last=self.args.keep_last, saved_step=setup.start_step if setup.start_step else -1,
+        )  # fmt: skip
+        self.step_seconds = 0.0
+        self.save_asked = False
         self.machine_flops = sum(gather_json(gemm_rate(self.model.compute_dtype), ranks))
         leader_does(ranks, self._open_leader_side)
+        self.evaluated_step = broadcast_json(self.progress.val_step, ranks)
+        self.outliers = OutlierWatch.from_list(broadcast_json(self.progress.outliers, ranks))
 
     def _open_leader_side(self) -> None:
         assert self.setup.shards is not None
@@ -111,7 +120,6 @@ class Loop:
             self.stream.restore(resumed.state["rows"])
             self.progress = Progress.from_dict(resumed.meta["loop_state"], resumed.meta["val_bpb"])
         self.metrics = Metrics(self.folder / "metrics.jsonl", self.setup.start_step)
-        self.saved_step = self.setup.start_step if resumed else -1
 
     def _say(self, line: str) -> None:
         if self.ranks.leader:
@@ -134,6 +142,7 @@ class Loop:
             feed.close(wait=False)
             raise
         finally:
+            self.saver.wait()
             if self.metrics:
                 self.metrics.close()
 
@@ -145,9 +154,9 @@ class Loop:
         while True:
             beacon.tell("evaluate", step)
             self._evaluate_and_sample(step)
-            due = self.args.save_every > 0 and step > 0 and step % self.args.save_every == 0
-            if step >= end or due:
+            if step >= end or self.saver.due_by_step(step) or self.save_asked:
                 self._save(step, final=step >= end)
+            self.save_asked = False
             if step >= end:
                 break
             beacon.tell("step", step + 1)
@@ -178,15 +187,17 @@ class Loop:
         started = time.perf_counter()
         loss, rows = self._forward_backward(batch)
         computed = time.perf_counter() - started
-        loss, signal_number = self._exchange_loss(loss, stop.number, step)
+        loss, signal_number, self.save_asked = self._exchange_loss(loss, stop.number, step)
         multiplier = self.plan.schedule.lr_multiplier(step)
-        self.setup.optimizer.step(
-            rows,
-            lr_multiplier=multiplier,
-            muon_momentum=self.plan.schedule.muon_momentum(step),
-            muon_weight_decay=self.plan.schedule.muon_weight_decay(step),
-        )
+        if self._takes_step(loss, step + 1):
+            self.setup.optimizer.step(
+                rows,
+                lr_multiplier=multiplier,
+                muon_momentum=self.plan.schedule.muon_momentum(step),
+                muon_weight_decay=self.plan.schedule.muon_weight_decay(step),
+            )
         seconds = time.perf_counter() - started
+        self.step_seconds = seconds
         self._report_step(step + 1, batch, loss, multiplier, seconds, computed)
         return signal_number
 
@@ -206,9 +217,27 @@ class Loop:
             total += float(loss.detach())
         return total, rows
 
-    def _exchange_loss(self, loss: float, signal_number: int, step: int) -> tuple[float, int]:
-        """Sum of the ranks' losses in rank order, and any stop signal. Bad numbers end the run before the update."""
-        mine = torch.tensor([loss, float(signal_number)], dtype=torch.float64)
+    def _takes_step(self, loss: float, step: int) -> bool:
+        """Whether the update is made; an outlier's is not with --skip-outliers. The same on every rank."""
+        sigmas = self.outliers.sigmas_above(loss)
+        self.outliers.add(loss)
+        if sigmas < OUTLIER_SIGMAS:
+            return True
+        skipped = bool(self.args.skip_outliers)
+        self._say(
+            f"warning: the loss of step {step}, {loss:.4f}, is {sigmas:.0f} standard deviations above the last ones"
+            + ("; the step is not taken" if skipped else "")
+        )
+        if skipped:
+            for param in self.model.parameters():
+                param.grad = None
+        return not skipped
+
+    def _exchange_loss(self, loss: float, signal_number: int, step: int) -> tuple[float, int, bool]:
+        """Sum of the ranks' losses in rank order, any stop signal, and whether the leader's clock asks for a
+        checkpoint. Bad numbers end the run before the update."""
+        save = self.ranks.leader and self.saver.due_by_time()
+        mine = torch.tensor([loss, float(signal_number), float(save)], dtype=torch.float64)
         everyone = [torch.zeros_like(mine) for _ in range(self.ranks.world)]
         if self.ranks.world > 1:
             dist.all_gather(everyone, mine)
@@ -222,7 +251,7 @@ class Loop:
                 "resume from the last checkpoint with lower learning rates",
                 WRONG_NUMBERS_EXIT,
             )
-        return sum(losses), max(int(values[1]) for values in everyone)
+        return sum(losses), max(int(values[1]) for values in everyone), bool(everyone[0][2])
 
     def _report_step(
         self, step: int, batch: Batch, loss: float, multiplier: float, seconds: float, computed: float
@@ -249,9 +278,10 @@ class Loop:
 
     def _evaluate_and_sample(self, step: int) -> None:
         args, last = self.args, step >= self.plan.num_iterations
-        fresh = step != self.setup.start_step or step == 0
-        if args.eval_every > 0 and (last or step % args.eval_every == 0) and fresh:
+        if args.eval_every > 0 and (last or step % args.eval_every == 0) and step != self.evaluated_step:
+            self._save_before_long_evaluation(step)
             bpb = self._evaluate()
+            self.evaluated_step = self.progress.val_step = step
             self._say(f"Step {step:05d} | Validation bpb: {bpb:.6f}")
             self.progress.val_bpb = bpb
             self.progress.min_val_bpb = min(self.progress.min_val_bpb, bpb)
@@ -261,6 +291,12 @@ class Loop:
             assert self.setup.tokenizer is not None
             for prompt in PROMPTS:
                 self._say(complete(self.model, self.setup.tokenizer, prompt, max_tokens=SAMPLE_TOKENS, temperature=0.0))
+
+    def _save_before_long_evaluation(self, step: int) -> None:
+        """An evaluation takes about a third of the time of training on as many rows: no update, no backward pass."""
+        seconds = self.step_seconds * self.plan.eval_rows / self.plan.rows / 3
+        if broadcast_json(seconds > LONG_EVALUATION_SECONDS, self.ranks) and self.args.save_minutes > 0:
+            self._save(step, final=False)
 
     def _evaluate(self) -> float:
         per_step = min(self.plan.rows, self.plan.eval_rows)
@@ -289,27 +325,19 @@ class Loop:
         if step == 0 or step == self.setup.start_step:
             return
         beacon.tell("save", step)
+        began = time.monotonic()
         check_replicas(dict(self.model.named_parameters()), self.ranks, step)
         optimizer_state = self.setup.optimizer.full_state()
-        if not self.ranks.leader or step == self.saved_step:
+        if not self.ranks.leader:
             return
         assert optimizer_state is not None
         assert self.last is not None
         assert self.last.state is not None
-        state = {"optimizer": optimizer_state, "rows": self.last.state.to_dict()}
-        started = time.perf_counter()
-        try:
-            marker = checkpoint.save(
-                self.folder, step, self.model.state_dict(), self._meta(step, self.last.position), state,
-                keep_last=self.args.keep_last,
-            )  # fmt: skip
-        except checkpoint.CheckpointError as error:
-            if final:
-                raise
-            print(f"warning: {error}; training goes on, the last checkpoint is as it was", file=sys.stderr, flush=True)
-            return
-        self.saved_step = step
-        self._say(f"Saved checkpoint of step {step} in {marker.parent} ({time.perf_counter() - started:.1f} s)")
+        self.progress.outliers = self.outliers.to_list()
+        self.saver.save(
+            step, self.model.state_dict(), optimizer_state, self.last.state.to_dict(),
+            self._meta(step, self.last.position), began=began, final=final,
+        )  # fmt: skip
 
     def _meta(self, step: int, position: dict[str, int]) -> dict[str, Any]:
         plan = self.plan.describe()
@@ -333,6 +361,8 @@ class Loop:
         self._say(f"Total training time: {self.progress.total_seconds / 60:.2f}m")
         if self.progress.val_bpb is not None:
             self._say(f"Minimum validation bpb: {self.progress.min_val_bpb:.6f}")
+        share, hours = self.progress.effective_share(time.time())
+        self._say(f"ETTR: {100 * share:.1f}% of {hours:.2f} h since the run began were spent on steps that count")
 
 
 def lost_contact(error: RuntimeError, ranks: Ranks) -> UserError | None:

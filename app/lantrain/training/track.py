@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,10 @@ class Progress:
     timed_steps: int = 0
     min_val_bpb: float = float("inf")
     val_bpb: float | None = None
+    val_step: int = -1
+    step_seconds: float = 0.0
+    began: float = field(default_factory=time.time)
+    outliers: list[float] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         """nanochat's loop_state, and the number of steps inside the total time."""
@@ -30,6 +35,10 @@ class Progress:
             "smooth_train_loss": self.smooth_loss,
             "total_training_time": self.total_seconds,
             "timed_steps": self.timed_steps,
+            "val_step": self.val_step,
+            "step_seconds": self.step_seconds,
+            "began": self.began,
+            "outliers": self.outliers,
         }
 
     @classmethod
@@ -37,21 +46,70 @@ class Progress:
         """Restore from a checkpoint's meta."""
         return cls(
             loop_state["smooth_train_loss"], loop_state["total_training_time"], loop_state.get("timed_steps", 0),
-            loop_state["min_val_bpb"], val_bpb,
+            loop_state["min_val_bpb"], val_bpb, loop_state.get("val_step", -1), loop_state.get("step_seconds", 0.0),
+            loop_state.get("began", time.time()), loop_state.get("outliers", []),
         )  # fmt: skip
 
     def add_step(self, step: int, loss: float, seconds: float) -> float:
         """Count the step that ended as number `step` (1-based); returns the debiased moving average of the loss."""
         self.smooth_loss = EMA_BETA * self.smooth_loss + (1 - EMA_BETA) * loss
+        self.step_seconds += seconds
         if step > UNTIMED_STEPS:
             self.total_seconds += seconds
             self.timed_steps += 1
         return self.smooth_loss / (1 - EMA_BETA**step)
 
+    def effective_share(self, now: float) -> tuple[float, float]:
+        """Share of the time since the run began that went into steps which count (ETTR), and that time in hours.
+
+        Steps that were lost with a machine and done again count once; waiting, starting and saving do not count.
+        """
+        elapsed = max(now - self.began, 1e-9)
+        return min(1.0, self.step_seconds / elapsed), elapsed / 3600
+
     def eta_seconds(self, step: int, num_iterations: int, seconds: float) -> float:
         """Seconds to the end of the run, by the mean of the timed steps, or by this step while there is none."""
         mean = self.total_seconds / self.timed_steps if self.timed_steps else seconds
         return (num_iterations - step) * mean
+
+
+class OutlierWatch:
+    """Mean and deviation of the latest losses, by exponential averages; the same on every rank.
+
+    llm.c logs and skips steps whose loss is an outlier; a spike on a small batch can undo hours.
+    """
+
+    WARMUP, BETA = 50, 0.98
+
+    def __init__(self) -> None:
+        self.count, self.mean, self.square = 0.0, 0.0, 0.0
+
+    def to_list(self) -> list[float]:
+        """For the checkpoint."""
+        return [self.count, self.mean, self.square]
+
+    @classmethod
+    def from_list(cls, values: list[float]) -> OutlierWatch:
+        """Restore what `to_list` gave; an empty list is a fresh start."""
+        watch = cls()
+        if values:
+            watch.count, watch.mean, watch.square = values
+        return watch
+
+    def sigmas_above(self, loss: float) -> float:
+        """How many standard deviations `loss` is above the mean; 0 during the first WARMUP steps."""
+        if self.count < self.WARMUP:
+            return 0.0
+        debias = 1 - self.BETA**self.count
+        mean = self.mean / debias
+        deviation = max(self.square / debias - mean**2, 1e-12) ** 0.5
+        return (loss - mean) / deviation
+
+    def add(self, loss: float) -> None:
+        """Count a step's loss."""
+        self.count += 1
+        self.mean = self.BETA * self.mean + (1 - self.BETA) * loss
+        self.square = self.BETA * self.square + (1 - self.BETA) * loss**2
 
 
 def duration(seconds: float) -> str:

@@ -1,0 +1,234 @@
+"""The membership's decisions, event by event, on a clock that the test moves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from lantrain.cluster.membership import Limits, Membership, Node, Report
+
+LIMITS = Limits(silence=15, stop_answer=10, drain=60, settle=3, first_step=100, stall=50)
+
+
+class World:
+    """A membership with a clock, and nodes that do what they are told."""
+
+    def __init__(self, wanted: int = 2) -> None:
+        self.now, self.lines = 100.0, []
+        self.hub = Membership(lambda: self.now, wanted, self.lines.append, LIMITS)
+        self.steps: dict[str, int] = {}
+
+    def join(self, name: str, **options: Any) -> Node:
+        return self.hub.join(name, f"10.0.0.{len(name)}", {}, **options)
+
+    def pass_time(self, seconds: float, *alive: Node, step: int | None = None, phase: str = "step") -> None:
+        """Let time pass in beats of half a second; `alive` nodes report that they run their generation."""
+        for _ in range(int(seconds * 2)):
+            self.now += 0.5
+            for node in alive:
+                member = node.id in self.hub.members
+                if step is not None:
+                    self.steps[node.id] = step
+                running = Report("running", self.hub.generation, self.steps.get(node.id, 1), phase)
+                self.hub.beat(node.id, running if member else Report("idle"))
+            self.hub.tick()
+
+    def order(self, node: Node, report: Report | None = None) -> dict[str, Any]:
+        return self.hub.beat(node.id, report or Report("running", self.hub.generation, 5, "step"))
+
+    def stopped(self, node: Node, outcome: str = "stopped", message: str = "") -> dict[str, Any]:
+        return self.hub.beat(node.id, Report("stopped", self.hub.generation, 5, "ended", outcome, message))
+
+
+def running(wanted: int = 2) -> tuple[World, Node, Node]:
+    """A run of two nodes in its first generation, some steps made."""
+    world = World(wanted)
+    master, worker = world.join("master", master=True), world.join("worker1")
+    world.hub.tick()
+    world.pass_time(2, master, worker, step=1)
+    world.pass_time(2, master, worker, step=3)
+    assert (world.hub.phase, world.hub.generation) == ("running", 1)
+    return world, master, worker
+
+
+def test_the_run_waits_for_its_nodes_and_the_master_is_rank_0() -> None:
+    world = World(wanted=3)
+    first = world.join("aaa")
+    master = world.join("zzzz", master=True)
+    world.pass_time(5, first, master)
+    assert world.hub.phase == "gathering"
+    assert world.order(first)["order"] == "wait"
+    other = world.join("bbbbb")
+    world.hub.tick()
+    assert [world.order(node)["rank"] for node in (master, first, other)] == [0, 1, 2]
+    assert world.order(master)["world"] == 3
+
+
+def test_silence_names_the_node_and_the_others_go_on_without_it() -> None:
+    world, master, worker = running()
+    began = world.now
+    while world.hub.phase == "running":
+        world.pass_time(0.5, master)
+    assert world.now - began <= LIMITS.silence + 1
+    assert any("worker1 (10.0.0.7) has been silent for 1" in line for line in world.lines)
+    assert world.order(master)["order"] == "kill"
+    world.stopped(master, "failed")
+    world.hub.tick()
+    assert (world.hub.phase, world.hub.generation, world.hub.members) == ("running", 2, [master.id])
+    assert world.order(worker) == {"order": "join"}
+
+
+def test_flap_shorter_than_the_limit_changes_nothing() -> None:
+    world, master, worker = running()
+    world.pass_time(10, master)
+    world.pass_time(5, master, worker)
+    assert (world.hub.phase, world.hub.generation) == ("running", 1)
+
+
+def test_killed_trainer_starts_a_generation_with_the_same_nodes() -> None:
+    world, master, worker = running()
+    world.stopped(worker, "failed", "it ended without a word")
+    assert world.hub.phase == "killing"
+    assert world.order(master)["order"] == "kill"
+    world.stopped(master, "failed")
+    world.hub.tick()
+    assert (world.hub.phase, world.hub.generation) == ("running", 2)
+    assert set(world.hub.members) == {master.id, worker.id}
+
+
+def test_returning_node_is_taken_back_at_a_step_boundary() -> None:
+    world, master, worker = running()
+    world.hub.leave(worker.id)
+    world.stopped(master, "failed")
+    world.hub.tick()
+    world.pass_time(2, master, step=1)
+    world.pass_time(1, master, step=4)
+    again = world.join("worker1")
+    world.pass_time(2, master, again)
+    assert world.hub.phase == "running"  # it may not be the last to come
+    world.pass_time(2, master, again)
+    assert world.hub.phase == "draining"
+    assert world.order(master)["order"] == "drain"
+    assert world.order(again, Report("idle"))["order"] == "wait"
+    world.stopped(master)
+    world.hub.tick()
+    assert (world.hub.phase, world.hub.generation) == ("running", 3)
+    assert world.hub.members == [master.id, again.id]
+
+
+def test_leaving_node_is_waited_for_and_left_out() -> None:
+    world, master, worker = running()
+    world.order(worker, Report("leaving", 1, 5, "step"))
+    assert world.hub.phase == "draining"
+    world.stopped(master)
+    world.hub.tick()
+    assert (world.hub.generation, world.hub.members) == (2, [master.id])
+    world.hub.leave(worker.id)
+    assert (world.hub.phase, world.hub.generation) == ("running", 2)
+
+
+def test_planned_stop_that_takes_too_long_is_forced() -> None:
+    world, master, worker = running()
+    world.order(worker, Report("leaving", 1, 5, "step"))
+    world.pass_time(LIMITS.drain + 1, master)
+    assert world.hub.phase == "killing"
+
+
+def test_node_that_does_not_answer_a_stop_is_dropped() -> None:
+    world, master, worker = running()
+    world.stopped(master, "failed")
+    world.pass_time(LIMITS.stop_answer + 1, worker)  # it beats, but never stops its trainer
+    assert any("worker1 (10.0.0.7) did not stop within 10 s" in line for line in world.lines)
+    assert world.hub.members == [master.id]
+
+
+def test_rank_that_did_not_enter_the_step_is_named() -> None:
+    world, master, worker = running()
+    for _ in range(int(2 * LIMITS.stall) + 10):
+        world.now += 0.5
+        world.hub.beat(master.id, Report("running", 1, 4, "step"))
+        world.hub.beat(worker.id, Report("running", 1, 3, "step"))
+        world.hub.tick()
+        if world.hub.phase == "killing":
+            break
+    assert world.hub.phase == "killing"
+    assert "worker1 (10.0.0.7) did not finish step 4" in world.hub.why
+
+
+def test_long_evaluation_is_no_stall() -> None:
+    world, master, worker = running()
+    world.pass_time(3 * LIMITS.stall, master, worker, phase="evaluate")
+    assert world.hub.phase == "running"
+
+
+def test_slow_steps_are_no_stall() -> None:
+    world, master, worker = running()
+    for step in range(4, 12):
+        world.pass_time(30, master, worker, step=step)
+    world.pass_time(4 * LIMITS.stall, master, worker)  # 200 s without a step, of 30 s usually
+    assert world.hub.phase == "running"
+
+
+def test_generation_without_a_first_step_is_ended() -> None:
+    world = World()
+    master, worker = world.join("master", master=True), world.join("worker1")
+    world.hub.tick()
+    world.pass_time(LIMITS.first_step + 2, master, worker, step=0, phase="connect")
+    assert world.hub.phase == "killing"
+    assert "no first step within 100 s" in world.hub.why
+
+
+def test_finished_training_ends_everybody_with_0() -> None:
+    world, master, worker = running()
+    world.stopped(master, "done")
+    assert world.order(worker) == {"order": "end", "code": 0, "why": "training is finished"}
+
+
+def test_fatal_error_ends_everybody_with_its_message() -> None:
+    world, master, worker = running()
+    world.stopped(worker, "fatal", "the loss of rank 1 is not a number in step 6")
+    order = world.order(master)
+    assert (order["order"], order["code"]) == ("end", 1)
+    assert "not a number in step 6" in order["why"]
+
+
+def test_flapping_node_gets_a_growing_pause() -> None:
+    world, master, _ = running()
+    waits = []
+    for _ in range(4):
+        node = world.join("flappy")
+        began = world.now
+        while node.id not in world.hub.members:
+            world.pass_time(0.5, master, node, step=int(world.now))
+            if world.hub.phase in ("draining", "killing"):
+                world.stopped(master)
+                world.hub.tick()
+            assert world.now - began < 700
+        waits.append(world.now - began)
+        world.pass_time(2, master, node, step=int(world.now))
+        while node.id in world.hub.nodes:  # it falls silent
+            world.pass_time(0.5, master, step=int(world.now))
+        world.stopped(master, "failed")
+        world.hub.tick()
+    assert waits[1] < 10 <= waits[2] < 20 <= waits[3]
+    assert any("failed 2 times lately: it is taken back after 10 s" in line for line in world.lines)
+
+
+def test_node_that_comes_back_before_it_was_missed_replaces_itself() -> None:
+    world, master, worker = running()
+    again = world.join("worker1")
+    assert worker.id not in world.hub.nodes
+    assert world.hub.phase == "killing"
+    world.stopped(master, "failed")
+    world.hub.beat(again.id, Report("idle"))
+    world.hub.tick()
+    assert world.hub.members == [master.id, again.id]
+
+
+@pytest.mark.parametrize("outcome", ["stopped", "failed"])
+def test_report_of_an_old_generation_changes_nothing(outcome: str) -> None:
+    world, master, worker = running()
+    world.hub.beat(worker.id, Report("stopped", 0, 5, "ended", outcome, "late"))
+    assert (world.hub.phase, world.hub.generation) == ("running", 1)
+    assert world.order(master)["order"] == "run"
