@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from lantrain.errors import UserError
+from lantrain.errors import LOST_PEER_EXIT, USER_ERROR_EXIT, UserError
 
 VIRTUAL = re.compile(r"^(docker|br-|veth|virbr|vmnet|vboxnet|cni|flannel|cali|podman|lxc|lxdbr)")
 VPN = re.compile(r"^(tailscale|wg|tun|tap|zt|ppp|utun|nebula|ts\d)")
@@ -23,7 +23,7 @@ def clean_host(text: str | None) -> str:
     machine itself.
     """
     host = "".join(c for c in (text or "") if unicodedata.category(c) not in ("Cc", "Cf")).strip(" \t'\"`“”‘’<>")
-    host = re.sub(r"^[a-z]+://", "", host).rstrip("/").strip()
+    host = re.sub(r"^[a-z]+://([^/]*).*$", r"\1", host, flags=re.IGNORECASE).rstrip("/").strip()
     if host.startswith("[") and "]" in host:
         host = host[1 : host.index("]")]
     elif re.fullmatch(r"[^:]+:\d+", host):
@@ -33,18 +33,21 @@ def clean_host(text: str | None) -> str:
     try:
         address = ipaddress.ip_address(host.split("%")[0])
     except ValueError:
-        if not re.fullmatch(r"(?!-)[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*\.?", host) or re.fullmatch(r"[\d.]+", host):
+        label = r"(?!-)[A-Za-z0-9_-]{1,63}"
+        if not re.fullmatch(rf"{label}(\.{label})*\.?", host) or len(host) > 253 or re.fullmatch(r"[\d.]+", host):
             raise UserError(
                 f"HOST={host!r} is neither a name nor an address", "make up-worker HOST=192.168.1.36"
             ) from None
         return host
-    if address.is_unspecified or address.is_multicast:
+    if address.is_unspecified or address.is_multicast or str(address) == "255.255.255.255":
         raise UserError(f"HOST={host} is no machine's address", "make up-worker HOST=192.168.1.36")
     return host
 
 
 def resolve(host: str) -> str:
-    """The address of `host`, IPv4 before IPv6. Raises UserError when it has none."""
+    """The address of `host`, IPv4 before IPv6. Raises UserError when it has none, with exit code 1 where the name
+    service did not answer: a machine that is starting up may have none yet.
+    """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (socket.gaierror, UnicodeError) as error:
@@ -52,6 +55,7 @@ def resolve(host: str) -> str:
         raise UserError(
             f"HOST={host} does not resolve: {reason}",
             "use the address that the master printed: make up-worker HOST=...",
+            LOST_PEER_EXIT if getattr(error, "errno", None) == socket.EAI_AGAIN else USER_ERROR_EXIT,
         ) from None
     found.sort(key=lambda entry: entry[0] != socket.AF_INET)
     return str(found[0][4][0])
@@ -114,7 +118,8 @@ def own_address(wanted: str = "") -> Interface:
     lan = [interface for interface in candidates if interface.kind == "lan"]
     if not lan:
         have = ", ".join(f"{i.address} ({i.name})" for i in candidates)
-        raise UserError(f"no LAN address found, only {have}", "connect a network, or choose one with ADDRESS=...")
+        mend = "connect a network, or choose one with ADDRESS=..."
+        raise UserError(f"no LAN address found, only {have}", mend, LOST_PEER_EXIT)  # the lease may be still to come
     route = default_route_interface()
     for interface in lan:
         if interface.name == route:

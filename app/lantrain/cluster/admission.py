@@ -62,5 +62,6 @@ class Admission:
             return False
         seen.append(now)
         if len(self._requests) > 4096:  # addresses that went away
-            self._requests = defaultdict(deque, {a: q for a, q in self._requests.items() if q})
+            recent = {a: q for a, q in self._requests.items() if q and now - q[-1] <= BURST_SECONDS}
+            self._requests = defaultdict(deque, recent)
         return True

@@ -13,7 +13,7 @@ import socket
 
 import psutil
 
-from lantrain.errors import UserError
+from lantrain.errors import LOST_PEER_EXIT, UserError
 
 
 def local_address_towards(host: str, port: int = 29500) -> str:
@@ -35,6 +35,7 @@ def local_address_towards(host: str, port: int = 29500) -> str:
             raise UserError(
                 f"no network route to the master at {host} ({address[0]}): {error.strerror}",
                 "check that this machine is connected: ip route get " + str(address[0]),
+                LOST_PEER_EXIT,
             ) from None
         return str(probe.getsockname()[0])
 
