@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import httpx2
@@ -16,6 +17,8 @@ from lantrain.errors import UserError
 
 REQUEST_SECONDS = 2.0
 """A fresh connection after so long: after a link flap TCP's own retries come up to 13 s late."""
+PROBE_SECONDS = 8.0
+"""The hub itself connects for up to 2.5 s, and its machine may be busy."""
 
 
 def why_unreachable(address: str, port: int, seconds: float = 3.0) -> str:
@@ -122,6 +125,24 @@ class HubClient:
             self._ask("POST", "/leave", json={"node": self.node}, headers={"x-secret": self.secret})
         except (httpx2.HTTPError, UserError, OSError):
             return
+
+    def hello(self) -> dict[str, Any]:
+        """The hub's shortest answer."""
+        return self._ask("GET", "/hello")
+
+    def probe(self, name: str, body: dict[str, Any] | None = None, *, post: bool = True) -> dict[str, Any]:
+        """One question of the probes (hub_probes.py)."""
+        options: dict[str, Any] = {"timeout": PROBE_SECONDS}
+        if post:
+            options["json"] = body or {}
+        return self._ask("POST" if post else "GET", f"/probes/{name}", **options)
+
+    @contextlib.contextmanager
+    def stream(self) -> Iterator[Iterator[bytes]]:
+        """The hub's stream of bytes for measuring the link. Raises httpx2.HTTPError."""
+        with self._http.stream("GET", "/probes/stream", timeout=PROBE_SECONDS) as answer:
+            answer.raise_for_status()
+            yield answer.iter_raw()
 
     def status(self) -> dict[str, Any]:
         """The run as the hub sees it."""

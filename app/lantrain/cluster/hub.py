@@ -22,6 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import lantrain
 from lantrain.cluster.admission import Admission
+from lantrain.cluster.hub_probes import probe_routes
 from lantrain.cluster.membership import Membership, Report
 from lantrain.errors import UserError
 
@@ -223,6 +224,7 @@ def build_app(hub: Hub) -> FastAPI:
         hub.ask_to_end(body.why)
         return {}
 
+    app.include_router(probe_routes(hub))
     return app
 
 

@@ -23,13 +23,16 @@ import lantrain
 from lantrain.cluster.addresses import clean_host, interfaces, own_address, resolve
 from lantrain.cluster.admission import Admission, parse_networks
 from lantrain.cluster.agent import BEAT_SECONDS, Agent, Ended
-from lantrain.cluster.client import HubClient, HubRefused
+from lantrain.cluster.client import HubClient, HubRefused, why_unreachable
 from lantrain.cluster.cores import usable_cores
 from lantrain.cluster.engine import adopt_orphans
 from lantrain.cluster.hub import DEFAULT_PORT, Hub, HubServer, NodeInfo, RunSettings
 from lantrain.cluster.interfaces import interface_with_address, local_address_towards
 from lantrain.cluster.membership import Limits, Membership
+from lantrain.cluster.preflight import check_before_joining, check_master_network, check_master_room
+from lantrain.cluster.probes_here import refuse_loopback
 from lantrain.errors import UserError
+from lantrain.paths import base_dir
 
 DEFAULT_TRAIN_PORT = 29500
 STOP_GRACE_SECONDS = 90.0
@@ -140,6 +143,7 @@ def run_master(options: MasterOptions) -> int:
     arguments = with_resume(options.arguments)
     membership = Membership(time.monotonic, options.nodes, say, options.limits)
     settings = RunSettings(here.address, options.train_port, arguments, trainer_environment())
+    check_master_network(here, options.hub_port, options.train_port, say)
     hub = Hub(membership, Admission(list(networks), options.token), settings, code_fingerprint())
     server = HubServer(hub, sorted({here.address, "127.0.0.1"}), options.hub_port)
     port = "" if options.hub_port == DEFAULT_PORT else f" HUB_PORT={options.hub_port}"
@@ -149,6 +153,7 @@ def run_master(options: MasterOptions) -> int:
     try:
         with stop.at_once():
             options.prepare()
+            check_master_room(arguments, options.nodes, base_dir(), say)
         info = describe_node(here.name)
         with hub.lock:
             node = membership.join(platform.node(), here.address, info.model_dump(), master=True)
@@ -246,6 +251,7 @@ def run_worker(options: WorkerOptions) -> int:
     local = local_address_towards(address, options.hub_port)
     card = interface_with_address(local) or ""
     say(f"master {host}" + ("" if host == address else f" = {address}") + f", this machine {local} on {card or '?'}")
+    refuse_loopback(host, address, lambda: not why_unreachable(address, options.hub_port))
     client = HubClient(address, options.hub_port, options.token)
     if client.wait(options.wait_seconds, say, stop.wait) is None:
         return 128 + stop.number
@@ -253,6 +259,10 @@ def run_worker(options: WorkerOptions) -> int:
     agent = Agent(say)
     while True:
         try:
+            checked = check_before_joining(client, info, say, stop.wait, options.wait_seconds)
+            if checked is None:
+                return 128 + stop.number
+            info = checked
             client.join(platform.node(), info)
         except (httpx2.HTTPError, OSError):
             result: Ended | str = "the master went away again"
