@@ -8,6 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
+from urllib.parse import quote
 
 import httpx2
 
@@ -48,7 +49,7 @@ class HubClient:
 
     def __init__(self, address: str, port: int, token: str = "") -> None:
         host = f"[{address}]" if ":" in address else address
-        headers = {"x-token": token} if token else {}
+        headers = {"x-token": quote(token)} if token else {}
         self.address, self.port = address, port
         self._http = httpx2.Client(
             base_url=f"http://{host}:{port}", headers=headers, timeout=REQUEST_SECONDS, trust_env=False
@@ -115,7 +116,7 @@ class HubClient:
         """Report; returns the order."""
         body = BeatRequest(
             node=self.node, state=report.state, generation=report.generation, step=report.step, phase=report.phase,
-            outcome=report.outcome, message=report.message[:1000],
+            outcome=report.outcome, message="".join(c if c.isprintable() else " " for c in report.message[:1000]),
         )  # fmt: skip
         return self._ask("POST", "/beat", json=body.model_dump(), headers={"x-secret": self.secret})
 

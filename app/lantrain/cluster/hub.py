@@ -14,11 +14,13 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
+from urllib.parse import unquote
 
 import uvicorn
 from fastapi import FastAPI, HTTPException, Request, Response
+from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import lantrain
 from lantrain.cluster.admission import Admission
@@ -30,8 +32,17 @@ DEFAULT_PORT = 29501
 MAX_BODY = 64 * 1024
 MAX_NODES = 256
 
-Name = Annotated[str, Field(min_length=1, max_length=255)]
-Text = Annotated[str, Field(max_length=1000)]
+
+def _printable(text: str) -> str:
+    """What nodes say is shown on terminals: no escape sequences, no line breaks."""
+    if not text.isprintable():
+        raise ValueError("has characters that cannot be printed")
+    return text
+
+
+Name = Annotated[str, Field(min_length=1, max_length=255), AfterValidator(_printable)]
+Word = Annotated[str, Field(max_length=64), AfterValidator(_printable)]
+Text = Annotated[str, Field(max_length=1000), AfterValidator(_printable)]
 
 
 class _Strict(BaseModel):
@@ -42,15 +53,15 @@ class NodeInfo(_Strict):
     """What a node says of itself when it joins."""
 
     version: Name
-    code: Annotated[str, Field(max_length=64)] = ""
+    code: Word = ""
     torch: Name
-    python: Annotated[str, Field(max_length=64)] = ""
-    interface: Annotated[str, Field(max_length=64)] = ""
+    python: Word = ""
+    interface: Word = ""
     cores: Annotated[int, Field(ge=1, le=4096)] = 1
     threads: Annotated[int, Field(ge=1, le=4096)] = 1
     memory_mib: Annotated[int, Field(ge=0)] = 0
     gemm_gflops: Annotated[float, Field(ge=0, le=1e6)] = 0.0
-    dtype: Annotated[str, Field(max_length=16)] = "float32"
+    dtype: Word = "float32"
     link_mbs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     round_trip_ms: Annotated[float, Field(ge=0, le=1e6)] = 0.0
 
@@ -69,8 +80,8 @@ class BeatRequest(_Strict):
     state: Literal["idle", "running", "stopped", "leaving"]
     generation: Annotated[int, Field(ge=0, le=2**31)] = 0
     step: Annotated[int, Field(ge=0, le=2**40)] = 0
-    phase: Annotated[str, Field(max_length=32)] = ""
-    outcome: Annotated[str, Field(max_length=32)] = ""
+    phase: Word = ""
+    outcome: Word = ""
     message: Text = ""
 
 
@@ -188,9 +199,15 @@ def build_app(hub: Hub) -> FastAPI:
         length = request.headers.get("content-length", "0")
         if not length.isdigit() or int(length) > MAX_BODY or "transfer-encoding" in request.headers:
             return JSONResponse({"detail": f"a body has a length of at most {MAX_BODY} bytes"}, 413)
-        if request.url.path != "/hello" and not admission.token_matches(request.headers.get("x-token", "")):
+        if request.url.path != "/hello" and not admission.token_matches(unquote(request.headers.get("x-token", ""))):
             return JSONResponse({"detail": "the token is missing or wrong"}, 401)
         return await go_on(request)
+
+    @app.exception_handler(RequestValidationError)
+    async def invalid(request: Request, error: RequestValidationError) -> Response:
+        # FastAPI's own answer repeats the input, and fails where that is not UTF-8.
+        first = error.errors()[0]
+        return JSONResponse({"detail": f"{'.'.join(map(str, first['loc']))}: {first['msg']}"}, 422)
 
     def address_of(request: Request) -> str:
         return request.client.host if request.client else ""
