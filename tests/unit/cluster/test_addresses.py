@@ -46,7 +46,8 @@ def test_nothing_is_an_error_and_never_this_machine(typed: str | None) -> None:
     "typed",
     [
         "192.168.1", "192.168.1.300", "192.168.1.36.7", "1234", "192,168,1,36", "two words", "a;reboot", "$(reboot)",
-        "-v", "i9..local", ".local", "i9/x y", "user@host", "::g", "[fd00::36", "192.168.1.36:port", "a" * 64, "a." * 130,
+        "-v", "i9..local", ".local", "i9/x y", "user@host", "::g", "[fd00::36", "192.168.1.36:port", "a" * 64,
+        "a." * 130,
     ],
 )  # fmt: skip
 def test_what_cannot_be_a_host_is_refused(typed: str) -> None:
@@ -93,7 +94,8 @@ def card(name: str, address: str) -> Interface:
     ("name", "address", "kind"),
     [
         ("eth0", "192.168.1.36", "lan"), ("wlp3s0", "192.168.1.37", "lan"), ("lo", "127.0.0.1", "loopback"),
-        ("docker0", "172.17.0.1", "virtual"), ("br-12ab", "172.18.0.1", "virtual"), ("virbr0", "192.168.122.1", "virtual"),
+        ("docker0", "172.17.0.1", "virtual"), ("br-12ab", "172.18.0.1", "virtual"),
+        ("virbr0", "192.168.122.1", "virtual"),
         ("tailscale0", "100.64.0.7", "vpn"), ("wg0", "10.8.0.2", "vpn"), ("tun0", "10.9.0.2", "vpn"),
     ],
 )  # fmt: skip

@@ -208,8 +208,8 @@ def test_port_taken_is_one_line(served: Served) -> None:
 def random_value(draw: random.Random, depth: int = 0) -> Any:
     """Any JSON value, often of the wrong type, too long, negative, huge or strange."""
     leaves: list[Any] = [
-        None, True, -1, 0, 2**31, 2**63, 10**400, 1.5, -0.0, "", "x", "x" * 2000, "\x00", "\ud800", "ä\u202e", "idle", "running",
-        "1e999", "../../etc/passwd", "<script>", "%s%n", "Infinity",
+        None, True, -1, 0, 2**31, 2**63, 10**400, 1.5, -0.0, "", "x", "x" * 2000, "\x00", "\ud800", "ä\u202e", "idle",
+        "running", "1e999", "../../etc/passwd", "<script>", "%s%n", "Infinity",
     ]  # fmt: skip
     if depth > 3 or draw.random() < 0.6:
         return draw.choice(leaves)

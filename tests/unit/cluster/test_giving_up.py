@@ -1,0 +1,47 @@
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from lantrain.cluster.giving_up import container_id, leave_note, take_note
+
+IDENTITY = "ab" * 32
+MOUNT = f"100 90 8:1 /var/lib/docker/containers/{IDENTITY}/hostname /etc/hostname rw - ext4 /dev/sda1 rw\n"
+
+
+@pytest.fixture
+def mounts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(tmp_path))
+    (tmp_path / "mountinfo").write_text(MOUNT)
+    return tmp_path / "mountinfo"
+
+
+def test_a_note_holds_back_one_start_of_the_same_container(mounts: Path) -> None:
+    assert container_id(mounts) == IDENTITY
+    assert take_note(mounts) == ""
+    leave_note("HOST is empty", mounts)
+    assert take_note(mounts) == "HOST is empty"
+    assert take_note(mounts) == "", "the next start is somebody's at the keyboard"
+
+
+def test_another_container_on_the_same_volume_is_not_held_back(mounts: Path) -> None:
+    leave_note("HOST is empty", mounts)
+    mounts.write_text(MOUNT.replace(IDENTITY, "cd" * 32))
+    assert take_note(mounts) == ""
+
+
+def test_outside_of_docker_nothing_is_written(mounts: Path, tmp_path: Path) -> None:
+    mounts.write_text("100 90 8:1 / / rw - ext4 /dev/sda1 rw\n")
+    leave_note("HOST is empty", mounts)
+    assert [path.name for path in tmp_path.iterdir()] == ["mountinfo"]
+    assert container_id(tmp_path / "missing") == ""
+
+
+def test_a_volume_that_cannot_be_written_is_only_a_warning(
+    mounts: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", "/proc/nowhere")
+    leave_note("HOST is empty", mounts)
+    assert "cannot write" in capsys.readouterr().out
+    assert take_note(mounts) == ""
