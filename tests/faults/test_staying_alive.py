@@ -55,7 +55,7 @@ def test_a_worker_crashes_and_is_taken_back(lan: Lan, check: Check, times: Times
     all_ended_well(lan, check, 400)
     times("worker's container killed, started again by Docker", lan.seconds_to_next_step(event))
     assert worker.container.attrs["RestartCount"] == 1
-    assert master.says(r"i5 .*(came back|ended|silent)")
+    assert master.says(r"ending: .*(the trainer of i5|lost contact with i5|i5 \(\S+\) has been silent)"), master.logs()
 
 
 def test_a_silent_link_is_noticed_and_the_worker_taken_back(lan: Lan, check: Check, times: Times) -> None:

@@ -169,8 +169,11 @@ class Membership:
             if self.phase == "running":
                 self._change("draining", f"{node.label} stopped at a step boundary")
         elif self.phase in ("running", "draining"):
-            node.failures.append(self.clock())
-            self._change("killing", f"the trainer of {node.label} ended: {report.message or 'no message'}")
+            # The survivor of a crash is often heard first; Gloo's message then has the address of the one that is gone.
+            lost = [n for n in self.nodes.values() if n is not node and f"[{n.address}]" in report.message]
+            (lost[0] if lost else node).failures.append(self.clock())
+            what = f"lost contact with {lost[0].label}" if lost else "ended"
+            self._change("killing", f"the trainer of {node.label} {what}: {report.message or 'no message'}")
 
     def _order_for(self, node: Node) -> Order:
         if self.phase == "ended":
