@@ -98,6 +98,7 @@ class Membership:
         self.step_seconds = 0.0
         self._last_step = (0, clock())
         self._ended: set[str] = set()
+        self._fruitless = 0
         self._remembered: dict[str, tuple[list[float], float]] = {}
         self.history: list[dict[str, Any]] = []
 
@@ -254,7 +255,8 @@ class Membership:
         running = [m for m in running if self.nodes[m].generation == self.generation]
         leaving = [m for m in running if self.nodes[m].state == "leaving"]
         if not running or (self.phase == "draining" and running == leaving and self._drained()):
-            self._start(self.why)
+            if now - self.since >= self._pause():
+                self._start(self.why)
         elif now - self.since > limit:
             if self.phase == "draining":
                 self._change("killing", f"{self.why}; the planned stop took more than {limit:.0f} s")
@@ -264,6 +266,10 @@ class Membership:
                 if node is self.master:
                     continue
                 self._forget(node, f"{node.label} did not stop within {limit:.0f} s", failed=True)
+
+    def _pause(self) -> float:
+        """Seconds before the next generation: none at first, more after several that made no step (a port taken)."""
+        return min(60.0, 2.0 ** (self._fruitless - 1)) if self._fruitless > 2 else 0.0
 
     def _drained(self) -> bool:
         """Whether the master's trainer is down: then the ranks have stopped together, a leaving node's too."""
@@ -288,10 +294,13 @@ class Membership:
 
     def _change(self, phase: Literal["running", "draining", "killing", "ended"], why: str) -> None:
         self.phase, self.why, self.since = phase, why, self.clock()
+        if phase == "killing":
+            self._fruitless = 0 if self.first_step_made else self._fruitless + 1
         self.history.append({"time": self.since, "phase": phase, "generation": self.generation, "why": why})
         if phase != "running":
             verb = {"draining": "stopping at the next step", "killing": "ending", "ended": "the run ends"}[phase]
-            self.say(f"generation {self.generation}: {verb}: {why}")
+            pause = f"; the next one after {self._pause():.0f} s" if phase == "killing" and self._pause() else ""
+            self.say(f"generation {self.generation}: {verb}: {why}{pause}")
 
     def _forget(self, node: Node, why: str, *, failed: bool = False) -> None:
         now = self.clock()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -232,3 +233,54 @@ def test_report_of_an_old_generation_changes_nothing(outcome: str) -> None:
     world.hub.beat(worker.id, Report("stopped", 0, 5, "ended", outcome, "late"))
     assert (world.hub.phase, world.hub.generation) == ("running", 1)
     assert world.order(master)["order"] == "run"
+
+
+def test_the_machine_that_is_gone_is_named_when_a_survivor_is_heard_first() -> None:
+    world, master, worker = running()
+    world.stopped(master, "failed", "rank 0 lost contact with another rank: Connection closed by peer [10.0.0.7]:4711")
+    assert any("lost contact with worker1 (10.0.0.7)" in line for line in world.lines)
+    assert len(worker.failures) == 1
+    assert master.failures == []
+
+
+def test_a_frozen_trainer_is_blamed_though_all_are_in_the_same_step() -> None:
+    world, master, worker = running()
+    for _ in range(150):
+        world.now += 0.5
+        world.hub.beat(worker.id, Report("running", 1, 5, "step", "", "its trainer is stopped (SIGSTOP)"))
+        world.hub.beat(master.id, Report("running", 1, 5, "step"))
+        world.hub.tick()
+    (line,) = [line for line in world.lines if "no step for" in line]
+    assert "worker1 (10.0.0.7) did not finish step 5 (its trainer is stopped (SIGSTOP))" in line
+    assert "master" not in line
+
+
+def test_a_node_that_leaves_as_planned_does_not_have_the_masters_checkpoint_killed() -> None:
+    world, master, worker = running()
+    world.order(worker, Report("leaving", 1, 5, "step"))
+    assert world.hub.phase == "draining"
+    world.hub.beat(worker.id, Report("leaving", 1, 0, "", "stopped"))
+    world.hub.leave(worker.id)
+    world.pass_time(5, master, phase="save")
+    assert world.hub.phase == "draining"
+    assert world.order(master)["order"] == "drain"
+    world.stopped(master)
+    world.hub.tick()
+    assert (world.hub.phase, world.hub.members) == ("running", [master.id])
+
+
+def test_generations_that_make_no_step_are_started_less_and_less_often() -> None:
+    world, master, worker = running()
+    starts = []
+    for _ in range(600):
+        world.now += 0.5
+        for node in (master, worker):
+            world.stopped(node, "failed", "address already in use")
+        before = world.hub.generation
+        world.hub.tick()
+        if world.hub.generation > before:
+            starts.append(world.now)
+    gaps = [after - before for before, after in pairwise(starts)]
+    assert gaps[0] <= 1
+    assert 59 <= gaps[-1] <= 61
+    assert gaps == sorted(gaps)
