@@ -13,13 +13,20 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from lantrain.cluster import giving_up
 from lantrain.cluster.addresses import clean_host, resolve
 from lantrain.cluster.membership import Limits
 from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
 
+if TYPE_CHECKING:
+    from lantrain.cluster.client import HubClient
+
+END_SECONDS = 110.0
+"""For `end`: the master takes up to 90 s for its step and checkpoint, and then says farewell."""
 DEFAULT_TRAIN_ARGS = (
     "--depth 4 --max-seq-len 512 --device-batch-size 2 --total-batch-size 4096 --num-iterations 1000 --eval-every 100"
 )
@@ -92,6 +99,22 @@ def _worker(host: str) -> int:
     return run_worker(options)
 
 
+def _await_the_end(client: HubClient) -> int:
+    """Return when the hub has told every node, or is gone; the step and its checkpoint are waited for."""
+    import httpx2
+
+    until = time.monotonic() + END_SECONDS
+    print("every node ends at the next step, with a checkpoint", flush=True)
+    while time.monotonic() < until:
+        try:
+            if client.status()["phase"] == "ended":
+                break
+        except (httpx2.HTTPError, OSError):
+            break
+        time.sleep(0.5)
+    return 0
+
+
 def _ask(command: str, host: str, as_json: bool) -> int:
     import httpx2
 
@@ -103,7 +126,7 @@ def _ask(command: str, host: str, as_json: bool) -> int:
     try:
         if command == "end":
             client.end("the master was told to end")
-            return 0
+            return _await_the_end(client)
         status = client.status()
     except (httpx2.HTTPError, OSError):
         raise UserError(

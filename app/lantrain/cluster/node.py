@@ -195,7 +195,9 @@ def _end_as_asked(hub: Hub, agent: Agent, why: str) -> int:
     agent.stop_at_boundary(STOP_GRACE_SECONDS)
     with hub.lock:
         hub.membership.end(0, why)
-    return _say_farewell(hub, agent, Ended(0, why))
+    code = _say_farewell(hub, agent, Ended(0, why))
+    time.sleep(2 * BEAT_SECONDS)  # `node end` in this container asks every half second, and ends with the container
+    return code
 
 
 def _say_farewell(hub: Hub, agent: Agent, ended: Ended) -> int:
