@@ -55,14 +55,11 @@ def check_worker(host: str) -> list[Result]:
     from lantrain.cluster.client import HubClient
     from lantrain.cluster.gemm import native_bf16
     from lantrain.cluster.node import describe_node
-    from lantrain.cluster.probes_mend import lan_of, open_firewall, port_range
+    from lantrain.cluster.probes_mend import lan_towards, open_firewall, port_range
 
     address, port = resolve(clean_host(host)), _whole_number("HUB_PORT", 29501)
     used = probes_here.on_route(address)
-    network = lan_of(address, used)
-    if used is not None and network == lan_of(address, None):
-        network = lan_of(used.address, None)  # another network: let in this machine alone
-    mend = open_firewall(network, port_range([port, 29500]))
+    mend = open_firewall(lan_towards(address, used), port_range([port, 29500]))
     reached = probes_ports.hub_port(probes_ports.try_connect(address, port), master=address, mend=mend)
     info = describe_node(used.name if used else "")
     if reached.status == "fail":

@@ -14,6 +14,8 @@ import httpx2
 
 from lantrain.cluster.hub import BeatRequest, NodeInfo
 from lantrain.cluster.membership import Report
+from lantrain.cluster.probes_here import on_route
+from lantrain.cluster.probes_mend import lan_towards, open_firewall, port_range
 from lantrain.errors import UserError
 
 REQUEST_SECONDS = 2.0
@@ -28,9 +30,11 @@ def why_unreachable(address: str, port: int, seconds: float = 3.0) -> str:
         with socket.create_connection((address, port), timeout=seconds):
             return ""
     except TimeoutError:
+        network = lan_towards(address, on_route(address))
+        mend = open_firewall(network, port_range([port]))["ufw"]
         return (
-            f"no answer from {address}:{port}: a firewall there drops it, or the machine is off; on the master: "
-            f"sudo ufw allow from {{this machine}} (or: sudo firewall-cmd --add-port={port}/tcp)"
+            f"no answer from {address}:{port}: a firewall there drops it, or the machine is off; on the master: {mend} "
+            "(for other firewalls: docs/troubleshooting.md)"
         )
     except OSError as error:
         if error.errno == errno.ECONNREFUSED:

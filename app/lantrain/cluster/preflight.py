@@ -22,7 +22,7 @@ from lantrain.cluster.client import HubClient
 from lantrain.cluster.hub import NodeInfo
 from lantrain.cluster.hub_probes import Facts
 from lantrain.cluster.probes import RETRYABLE, Attempt, Result, failed
-from lantrain.cluster.probes_mend import firewall_seen, lan_of, open_firewall, port_range
+from lantrain.cluster.probes_mend import firewall_seen, lan_of, lan_towards, open_firewall, port_range
 from lantrain.cluster.probes_ports import listening, try_connect, try_ports
 from lantrain.errors import UserError
 
@@ -51,10 +51,8 @@ class Sides:
 
     def open_master(self) -> dict[str, str]:
         """Commands for the master's firewall."""
-        mine = self.used.address if self.used else self.facts.address
-        on_lan = self.used if self.used and lan_of(self.facts.address, self.used) == str(self.used.network) else None
         ports = port_range([self.facts.train_port, self.client.port], self.facts.first_ephemeral)
-        return open_firewall(lan_of(mine, on_lan), ports, self.facts.firewall)
+        return open_firewall(lan_towards(self.facts.address, self.used), ports, self.facts.firewall)
 
     def open_here(self) -> dict[str, str]:
         """Commands for this machine's firewall."""

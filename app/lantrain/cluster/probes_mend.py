@@ -46,6 +46,14 @@ def lan_of(peer: str, interface: Interface | None) -> str:
     return str(ipaddress.ip_network(address))
 
 
+def lan_towards(peer: str, used: Interface | None) -> str:
+    """The network that `peer` has to let in for this machine: the LAN of both, else this machine alone."""
+    if used is None:
+        return str(ipaddress.ip_network(ipaddress.ip_address(peer.split("%")[0])))
+    on_lan = ipaddress.ip_address(peer.split("%")[0]) in used.network
+    return lan_of(used.address, used if on_lan else None)
+
+
 def firewall_seen(root: Path = Path("/")) -> str:
     """ufw, firewalld, nftables, iptables, or "" where none can be seen (in a container, without rights)."""
     if in_container(root):
