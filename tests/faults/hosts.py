@@ -58,6 +58,17 @@ def archive(folder: Path) -> bytes:
     return buffer.getvalue()
 
 
+def one_file(name: str, content: bytes) -> bytes:
+    """A tar archive of one file."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        entry = tarfile.TarInfo(name)
+        entry.size = len(content)
+        entry.mode = 0o644
+        tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
 def until(condition: Callable[[], Any], what: str, explain: Callable[[], str], limit: float = LIMIT_S) -> Any:
     """The first true value of `condition`; AssertionError with `explain()` after `limit` seconds."""
     end = time.monotonic() + limit
@@ -144,8 +155,8 @@ class Lan:
     def address(self, number: int) -> str:
         return f"{self._prefix}.{10 + number}"
 
-    def add(self, number: int, command: list[str], **env: str) -> Host:
-        """Make host `number`, not started yet."""
+    def add(self, number: int, command: list[str], *, writable: bool = False, **env: str) -> Host:
+        """Make host `number`, not started yet; `writable` if the test changes files of the image."""
         name = ("i9", "i5", "laptop", "attic")[number]
         volume = self._client.volumes.create(labels=engine.labels())
         self._volumes.append(volume)
@@ -154,7 +165,8 @@ class Lan:
             self._image, command, hostname=name, extra_hosts={name: "127.0.1.1"}, labels=engine.labels(),
             network=self._network.name, networking_config={self._network.name: endpoint},
             volumes={volume.name: {"bind": "/data", "mode": "rw"}}, tmpfs={"/tmp": "mode=1777"},
-            restart_policy={"Name": "on-failure"}, environment={"OMP_NUM_THREADS": "1", **env}, **engine.HARDENED,
+            restart_policy={"Name": "on-failure"}, environment={"OMP_NUM_THREADS": "1", **env},
+            **{**engine.HARDENED, "read_only": not writable},
         )  # fmt: skip
         host = Host(container, name, self.address(number))
         self.hosts.append(host)
@@ -167,11 +179,14 @@ class Lan:
         host.container.put_archive("/data", self._data)
         return host.start() if start else host
 
-    def up_worker(self, number: int = 1, *, host: str | None = None, start: bool = True, **env: str) -> Host:
-        """`make up-worker HOST=...` on another host, whose volume is empty."""
+    def up_worker(self, number: int = 1, *, host: str | None = None, code: bytes = b"", **env: str) -> Host:
+        """`make up-worker HOST=...` on another host, whose volume is empty; with `code` in a file of the package."""
         where = self.address(0) if host is None else host
-        made = self.add(number, ["python", "-m", "scripts.node", "worker"], HOST=where, **env)
-        return made.start() if start else made
+        command = ["python", "-m", "scripts.node", "worker"]
+        made = self.add(number, command, writable=bool(code), HOST=where, **env)
+        if code:
+            made.container.put_archive("/app/lantrain", one_file("other.py", code))
+        return made.start()
 
     def until(self, condition: Callable[[], Any], what: str, limit: float = LIMIT_S) -> Any:
         return until(condition, what, self.explain, limit)
