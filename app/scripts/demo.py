@@ -98,9 +98,9 @@ def main() -> int:
     _call(["scripts.prepare_data", "--source", "sample"])
     _heading(2, "Tokenizer: 32768 tokens, learned from that text")
     _call(["scripts.tok_train"])
-    _heading(3, f"Training with 1 rank, {threads} threads, {ONE_RANK_STEPS} of {STEPS} steps (to compare)")
+    _heading(3, f"Training with 1 rank, {threads} thread(s), {ONE_RANK_STEPS} of {STEPS} steps (to compare)")
     _train(1, "demo-1rank", ONE_RANK_STEPS, threads)
-    _heading(4, f"Training with 2 ranks over Gloo, {threads} threads each, {STEPS} steps")
+    _heading(4, f"Training with 2 ranks over Gloo, {threads} thread(s) each, {STEPS} steps")
     _train(2, "demo-2ranks", STEPS, threads)
     _heading(5, "What came out")
     runs = [
