@@ -25,6 +25,24 @@ def _whole_number(name: str, default: int) -> int:
     return int(text)
 
 
+def _own_ports(address: str, hub_port: int) -> Result | None:
+    """The result when it is this machine's own master that holds the ports; None when none is up."""
+    import httpx2
+
+    from lantrain.cluster.client import HubClient
+    from lantrain.cluster.probes import Result
+
+    try:
+        hello = HubClient(address, hub_port).hello()
+    except (httpx2.HTTPError, OSError):
+        return None
+    if "lantrain" not in hello:
+        return None
+    return Result(
+        "port-held", "ok", f"asked port {hub_port} who is there", "a lantrain master is up here and uses them"
+    )
+
+
 def check_master() -> list[Result]:
     """What a master needs on this machine."""
     from lantrain import paths
@@ -37,10 +55,11 @@ def check_master() -> list[Result]:
     here = own_address(os.environ.get("ADDRESS", "").strip())
     arguments = split_arguments(os.environ.get("TRAIN_ARGS") or DEFAULT_TRAIN_ARGS)
     info = describe_node(here.name)
+    hub, train = _whole_number("HUB_PORT", 29501), _whole_number("MASTER_PORT", 29500)
     return [
         probes_here.address(here),
         *preflight.local_probes(here.address),
-        preflight.master_ports(_whole_number("HUB_PORT", 29501), _whole_number("MASTER_PORT", 29500)),
+        _own_ports(here.address, hub) or preflight.master_ports(hub, train),
         *preflight.master_room(arguments, _whole_number("NODES", 2), paths.base_dir()),
         probes_peer.gemm(info, native_bf16()),
     ]

@@ -273,7 +273,7 @@ class ProbeDesk:
         ports = port_range([settings.master_port, hub_port])
         mend = open_firewall(lan_of(caller, here), ports, self.firewall)
         attempts = [Attempt(port.port, port.state) for port in request.ports]
-        master = f"{platform.node()} ({settings.master_address}), the master, this machine"
+        master = f"this machine ({platform.node()}, {settings.master_address}, the master)"
         if request.probe == "train-port":
             result = fixed_port(
                 "train-port", attempts[0], connects=caller, listens=master, what="the hub for torchrun", mend=mend

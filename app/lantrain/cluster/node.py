@@ -128,7 +128,11 @@ def node_table(nodes: list[dict[str, Any]]) -> str:
         "threads": "threads", "gemm_gflops": "GFLOP/s", "dtype": "dtype", "link_mbs": "MB/s", "round_trip_ms": "ms",
     }  # fmt: skip
     heads = tuple(columns.values())
-    rows = [heads, *(tuple("" if node.get(c) is None else str(node.get(c)) for c in columns) for node in nodes)]
+    unmeasured = {"link_mbs": 0.0, "round_trip_ms": 0.0}  # the master's own
+    rows = [
+        heads,
+        *(tuple("" if node.get(c) in (None, unmeasured.get(c)) else str(node[c]) for c in columns) for node in nodes),
+    ]
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
 

@@ -91,7 +91,7 @@ def _firewall(attempts: Sequence[Attempt], listener: str) -> str:
 def high_ports(name: str, attempts: Sequence[Attempt], *, connects: str, listens: str, mend: dict[str, str]) -> Result:
     """The result of connecting from machine `connects` to high ports on which machine `listens` was listening."""
     ports = ", ".join(str(attempt.port) for attempt in attempts)
-    tried = f"{connects} connected to {listens}, ports {ports}, with {listens} listening on them"
+    tried = f"{connects} connected to {listens}, which was listening on ports {ports}"
     if all(attempt.state == "open" for attempt in attempts):
         return Result(name, "ok", tried, f"{len(attempts)} random ports of {listens} answer")
     means = _firewall(attempts, listens) + "; Gloo uses such ports both ways, and training would hang"
@@ -114,7 +114,8 @@ def hub_port(attempt: Attempt, *, master: str, mend: dict[str, str]) -> Result:
         return Result("hub-port", "ok", tried, f"port {attempt.port} answers")
     means, commands, where = {
         "refused": (
-            "the machine is there, but no hub: the master is not up, or a firewall rejects the port",
+            "the machine is there, but no hub: the master is not up, it printed another address, or a firewall rejects "
+            "the port",
             {"": "make up-master"}, master,
         ),
         "unreachable": (
