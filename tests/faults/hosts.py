@@ -30,16 +30,16 @@ from tests.distributed.ranks import TINY
 LIMIT_S = 240
 """No state is waited for any longer."""
 TAG = "lan"
-STEPS = 200
+ENDLESS = 100_000
 SCHEDULE = [
-    *TINY, f"--model-tag={TAG}", "--num-iterations=2000", "--save-every=20", "--tracker=none",
+    *TINY, f"--model-tag={TAG}", f"--num-iterations={ENDLESS}", "--save-every=20", "--tracker=none",
     "--warmup-steps=200", "--matrix-lr=0.005", "--embedding-lr=0.05", "--unembedding-lr=0.002", "--scalar-lr=0.05",
 ]  # fmt: skip
-"""The learning rates follow a schedule of 2000 steps whatever --stop-after says, so that runs of any length can be
-compared; low ones, so that differences of rounding are not enlarged from step to step."""
+"""The learning rates follow the same schedule whatever --stop-after says, so that runs of any length can be compared;
+low ones, so that differences of rounding are not enlarged from step to step."""
 
 
-def flags(steps: int = STEPS) -> list[str]:
+def flags(steps: int = ENDLESS) -> list[str]:
     """The trainer's flags for a run of `steps` steps."""
     return [*SCHEDULE, f"--stop-after={steps}"]
 
@@ -172,12 +172,16 @@ class Lan:
         self.hosts.append(host)
         return host
 
-    def up_master(self, steps: int = STEPS, *more: str, start: bool = True, **env: str) -> Host:
+    def up_master(self, steps: int = ENDLESS, *more: str, **env: str) -> Host:
         """`make up-master` on a host whose volume has a corpus and a tokenizer."""
         arguments = " ".join([*flags(steps), *more])
         host = self.add(0, ["python", "-m", "scripts.node", "master"], TRAIN_ARGS=arguments, **env)
         host.container.put_archive("/data", self._data)
-        return host.start() if start else host
+        return host.start()
+
+    def end(self) -> None:
+        """`make down` on the master, as far as the run is concerned."""
+        self.master.exec("python -m scripts.node end")
 
     def up_worker(self, number: int = 1, *, host: str | None = None, code: bytes = b"", **env: str) -> Host:
         """`make up-worker HOST=...` on another host, whose volume is empty; with `code` in a file of the package."""

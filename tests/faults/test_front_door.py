@@ -23,7 +23,7 @@ def env(client: docker.DockerClient, image: str, data: bytes) -> Iterator[dict[s
     """A project of its own, whose volume has data. On the host's network: its ports must be free."""
     variables = {
         "COMPOSE_PROJECT_NAME": engine.PROJECT, "LANTRAIN_IMAGE": image, "PROGRESS": "plain", "OMP_NUM_THREADS": "1",
-        "HUB_PORT": str(free_port()), "MASTER_PORT": str(free_port()), "TRAIN_ARGS": " ".join(flags(900)),
+        "HUB_PORT": str(free_port()), "MASTER_PORT": str(free_port()), "TRAIN_ARGS": " ".join(flags()),
     }  # fmt: skip
     compose = ["docker", "compose", "--file", "compose.multinode.yaml", "--profile", "master", "--profile", "worker"]
     made = engine.run([*compose, "create", "master"], **variables)

@@ -10,7 +10,7 @@ import pytest
 
 from tests.faults.hosts import Lan
 
-Check = Callable[[int], list[dict[str, Any]]]
+Check = Callable[[int | None], list[dict[str, Any]]]
 
 
 def test_worker_first_then_master_to_the_end(lan: Lan, check: Check) -> None:
@@ -106,3 +106,15 @@ def test_a_trainer_that_cannot_go_on_ends_every_node_with_the_reason(lan: Lan) -
         assert "checkpoint" in host.logs()
         host.code()
     assert len(re.findall(r"^\[lantrain\] generation \d+: 2 ranks", master.logs(), re.M)) == 1
+
+
+def test_who_waits_can_be_stopped(lan: Lan) -> None:
+    """A worker without a master, then a master without a worker."""
+    worker = lan.up_worker()
+    lan.until(lambda: worker.says("waiting for the master"), "waiting worker")
+    assert worker.stop() < 10
+    assert worker.code() == 128 + 15
+    master = lan.up_master()
+    lan.until(lambda: master.says("waiting for 2 nodes, 1 here: i9"), "waiting master")
+    assert master.stop() < 10
+    assert master.code() == 128 + 15

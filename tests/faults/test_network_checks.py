@@ -139,7 +139,7 @@ class Cable:
 
 
 def _missing() -> str:
-    tools = [tool for tool in ("ip", "iptables") if shutil.which(tool) is None]
+    tools = [tool for tool in ("ip", "iptables", "tc") if shutil.which(tool) is None]
     if tools:
         return f"needs {' and '.join(tools)}"
     if os.geteuid() != 0:
@@ -244,6 +244,21 @@ def test_open_network_passes_every_check_within_thirty_seconds(lan: Cable) -> No
     assert f"lan0, {WORKER}" in probes["route"]["seen"]
     assert float(probes["link"]["seen"].split(" MB/s")[0]) > 10
     assert {"train-port", "ports-to-master", "ports-to-worker", "versions", "clock", "memory", "gemm"} <= set(probes)
+
+
+def test_slow_link_is_measured_in_a_bounded_time_and_noted(lan: Cable) -> None:
+    """16 Mbit/s are 2 MB/s: 64 MiB would take half a minute, the measurement 3 s."""
+    shape = ["tc", "qdisc", "add", "dev", "lan0", "root", "tbf", "rate", "16mbit", "burst", "32k", "latency", "100ms"]
+    lan.master.must(*shape)
+    try:
+        start = time.monotonic()
+        code, probes = lan.worker.doctor(MASTER)
+        assert time.monotonic() - start < 30
+    finally:
+        lan.master.must("tc", "qdisc", "del", "dev", "lan0", "root")
+    assert code == 0
+    assert probes["link"]["status"] == "warn"
+    assert 1 < float(probes["link"]["seen"].split(" MB/s")[0]) < 2.2
 
 
 DROP, REJECT = ["DROP"], ["REJECT"]

@@ -109,7 +109,8 @@ class Membership:
         now = self.clock()
         place = f"{name}@{address}"
         for old in [node for node in self.nodes.values() if f"{node.name}@{node.address}" == place]:
-            self._forget(old, "came back" if old.id in self.members else "")
+            if (old is self.master) == master:  # a worker on the master's own machine is another node
+                self._forget(old, f"{old.label} came back" if old.id in self.members else "")
         node = Node(secrets.token_hex(8), name, address, info, now, joined=now)
         node.failures, node.paused_until = self._remembered.pop(place, ([], 0.0))
         self.nodes[node.id] = node

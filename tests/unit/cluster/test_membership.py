@@ -284,3 +284,11 @@ def test_generations_that_make_no_step_are_started_less_and_less_often() -> None
     assert gaps[0] <= 1
     assert 59 <= gaps[-1] <= 61
     assert gaps == sorted(gaps)
+
+
+def test_a_worker_on_the_masters_machine_is_another_node() -> None:
+    world = World()
+    master = world.join("pc", master=True)
+    worker = world.join("pc")
+    world.hub.tick()
+    assert [world.order(node)["rank"] for node in (master, worker)] == [0, 1]
