@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tests.faults.hosts import Lan
+from tests.faults.hosts import Lan, one_file
 
 Check = Callable[[int | None], list[dict[str, Any]]]
 
@@ -98,12 +98,13 @@ def test_wrong_flags_end_the_master_once_and_for_all(lan: Lan) -> None:
 
 
 def test_a_trainer_that_cannot_go_on_ends_every_node_with_the_reason(lan: Lan) -> None:
-    """No data for it: found by the trainer, when all have joined."""
-    master = lan.up_master(40, "--max-seq-len=128", "--total-batch-size=512", "--resume-from-step=7")
+    """A shard that is none: found by the trainer, when all have joined."""
+    master = lan.up_master(40)
+    master.container.put_archive("/data/base_data_climbmix", one_file("shard_00000.parquet", b"PAR1 no PAR1"))
     worker = lan.up_worker()
     for host in (master, worker):
         lan.until(lambda host=host: host.says("not starting again"), "end by a mistake", 120)
-        assert "checkpoint" in host.logs()
+        assert "shard_00000.parquet" in host.logs()
         host.code()
     assert len(re.findall(r"^\[lantrain\] generation \d+: 2 ranks", master.logs(), re.M)) == 1
 

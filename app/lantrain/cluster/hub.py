@@ -107,6 +107,20 @@ class RunSettings:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+def shares_for(arguments: list[str], world: int) -> list[str]:
+    """`arguments`, without a --shares that is for another number of ranks: a lost node must not end the run."""
+    kept: list[str] = []
+    words = iter(arguments)
+    for word in words:
+        if word == "--shares" or word.startswith("--shares="):
+            value = word.partition("=")[2] if "=" in word else next(words, "")
+            if value.count(",") + 1 == world:
+                kept.append(f"--shares={value}")
+        else:
+            kept.append(word)
+    return kept
+
+
 class Hub:
     """The hub's state behind one lock: requests come on uvicorn's thread, the master's own loop on another."""
 
@@ -145,15 +159,14 @@ class Hub:
                 return {"order": "away"}
             self._node(request.node, secret)
             order = self.membership.beat(request.node, report)
-        if order["order"] in ("run", "drain"):
-            order |= {
-                "master_address": self.settings.master_address,
-                "master_port": self.settings.master_port,
-                "arguments": self.settings.arguments,
-                "environment": self.settings.environment,
-                "run": self.run,
-            }
-        return order
+        return self.with_settings(order)
+
+    def with_settings(self, order: dict[str, Any]) -> dict[str, Any]:
+        """An order that starts a generation, with all that torchrun needs; others as they are."""
+        if order["order"] not in ("run", "drain"):
+            return order
+        arguments = shares_for(self.settings.arguments, int(order["world"]))
+        return {**order, **vars(self.settings), "arguments": arguments, "run": self.run}
 
     def leave(self, request: LeaveRequest, secret: str) -> dict[str, Any]:
         """Forget a node that has ended its trainer."""

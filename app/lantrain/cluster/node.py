@@ -175,8 +175,7 @@ def _lead(hub: Hub, agent: Agent, node_id: str, stop: StopRequest) -> int:
             order = membership.beat(node_id, report)
             waiting = membership.phase == "gathering"
             names = [node.label for node in membership.nodes.values()]
-        if order["order"] in ("run", "drain"):
-            order |= {**vars(hub.settings), "run": hub.run}
+        order = hub.with_settings(order)
         if hub.end_asked and order["order"] != "end":
             return _end_as_asked(hub, agent, hub.end_asked)
         ended = agent.obey(order)
@@ -354,8 +353,17 @@ def refuse_public(address: str, allow: str) -> None:
 
 
 def with_resume(arguments: list[str]) -> list[str]:
-    """The trainer's flags with --resume auto: every generation goes on from the newest checkpoint."""
+    """The trainer's flags with --resume auto: every generation goes on from the newest checkpoint.
+
+    Raises UserError for flags that would keep it from that, or from training at all.
+    """
     flags = [word.split("=")[0] for word in arguments]
+    for flag in ("--resume-from-step", "--dry-run", "--world-size"):
+        if flag in flags:
+            raise UserError(
+                f"TRAIN_ARGS: {flag} is not for a run of several machines",
+                "leave it out: such a run goes on from the newest complete checkpoint",
+            )
     return arguments if "--resume" in flags else [*arguments, "--resume", "auto"]
 
 

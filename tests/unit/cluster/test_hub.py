@@ -15,8 +15,9 @@ import pytest
 import lantrain
 from lantrain.cluster.admission import Admission
 from lantrain.cluster.client import HubClient, HubRefused, why_unreachable
-from lantrain.cluster.hub import MAX_BODY, MAX_NODES, Hub, HubServer, NodeInfo, RunSettings
+from lantrain.cluster.hub import MAX_BODY, MAX_NODES, Hub, HubServer, NodeInfo, RunSettings, shares_for
 from lantrain.cluster.membership import Membership, Report
+from lantrain.cluster.node import with_resume
 from lantrain.errors import UserError
 
 CODE = "0123456789abcdef"
@@ -298,3 +299,20 @@ def test_another_program_on_the_port_is_told(served: Served) -> None:
         assert client.wait(60, lines.append, lambda seconds: True) is None, "a stop signal ends the waiting"
         assert "not lantrain's hub" in lines[0]
         other.shutdown()
+
+
+@pytest.mark.parametrize("given", [["--shares", "3,1"], ["--shares=3,1"]])
+def test_shares_are_for_the_ranks_they_name(given: list[str]) -> None:
+    assert shares_for(["--depth", "2", *given, "--run=x"], 2) == ["--depth", "2", "--shares=3,1", "--run=x"]
+    assert shares_for(["--depth", "2", *given, "--run=x"], 1) == ["--depth", "2", "--run=x"]
+
+
+@pytest.mark.parametrize("flag", ["--resume-from-step", "--dry-run", "--world-size"])
+def test_flags_that_no_generation_can_go_on_with_are_refused(flag: str) -> None:
+    with pytest.raises(UserError, match=f"TRAIN_ARGS: {flag}"):
+        with_resume(["--depth=2", f"{flag}=3"])
+
+
+def test_every_generation_resumes() -> None:
+    assert with_resume(["--depth=2"]) == ["--depth=2", "--resume", "auto"]
+    assert with_resume(["--resume=auto"]) == ["--resume=auto"]
