@@ -79,7 +79,8 @@ def check_worker(host: str) -> list[Result]:
     address, port = resolve(clean_host(host)), _whole_number("HUB_PORT", 29501)
     used = probes_here.on_route(address)
     mend = open_firewall(lan_towards(address, used), port_range([port, 29500]))
-    reached = probes_ports.hub_port(probes_ports.try_connect(address, port), master=address, mend=mend)
+    attempt = probes_ports.try_connect(address, port, probes_ports.REACH_SECONDS)
+    reached = probes_ports.hub_port(attempt, master=address, mend=mend)
     info = describe_node(used.name if used else "")
     if reached.status == "fail":
         return [*preflight.local_probes(address), reached, probes_peer.gemm(info, native_bf16())]

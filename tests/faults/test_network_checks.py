@@ -309,6 +309,12 @@ def test_hub_behind_a_firewall(lan: Cable, verdict: list[str], seen: str) -> Non
     assert MASTER in probes["hub-port"]["where"]
 
 
+def test_address_that_no_machine_has_is_told_from_a_firewall(lan: Cable) -> None:
+    code, probes = lan.worker.doctor("10.77.1.50")
+    assert code == 1
+    assert probes["hub-port"]["seen"].startswith("unreachable (No route to host)")
+
+
 def test_holder_of_the_train_port_is_named_on_both_machines(lan: Cable) -> None:
     listener = "import socket, signal; s = socket.create_server(('', 29500)); print('held', flush=True); signal.pause()"
     held = lan.master.start("held.log", sys.executable, "-c", listener)

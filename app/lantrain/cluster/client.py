@@ -16,6 +16,7 @@ from lantrain.cluster.hub import BeatRequest, NodeInfo
 from lantrain.cluster.membership import Report
 from lantrain.cluster.probes_here import on_route
 from lantrain.cluster.probes_mend import lan_towards, open_firewall, port_range
+from lantrain.cluster.probes_ports import REACH_SECONDS
 from lantrain.errors import UserError
 
 REQUEST_SECONDS = 2.0
@@ -24,7 +25,7 @@ PROBE_SECONDS = 8.0
 """The hub itself connects for up to 2.5 s, and its machine may be busy."""
 
 
-def why_unreachable(address: str, port: int, seconds: float = 3.0) -> str:
+def why_unreachable(address: str, port: int, seconds: float = REACH_SECONDS) -> str:
     """Try a TCP connection and tell in words what happened: refused, unreachable, filtered, or nothing wrong ("")."""
     try:
         with socket.create_connection((address, port), timeout=seconds):
@@ -40,7 +41,7 @@ def why_unreachable(address: str, port: int, seconds: float = 3.0) -> str:
         if error.errno == errno.ECONNREFUSED:
             return f"{address} refuses port {port}: the master is not up yet (on it: make up-master)"
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH):
-            return f"{address} cannot be reached: wrong address, or another network ({error.strerror})"
+            return f"{address} cannot be reached: wrong address, another network, or its firewall ({error.strerror})"
         return f"{address}:{port}: {error.strerror or error}"
 
 

@@ -19,6 +19,8 @@ from lantrain.cluster.probes import Attempt, Result, State
 
 CONNECT_SECONDS = 2.5
 """A LAN answers in milliseconds; the kernel repeats a lost SYN after 1 s, so one may be lost."""
+REACH_SECONDS = 4.0
+"""For the first connection: that no machine has an address shows only after 3 s of asking for it (ARP)."""
 HIGH_PORTS = 3
 
 
@@ -65,12 +67,12 @@ def listening(address: str, count: int = HIGH_PORTS) -> Iterator[list[int]]:
         yield ports
 
 
-def _in_words(attempts: Sequence[Attempt]) -> str:
+def _in_words(attempts: Sequence[Attempt], seconds: float = CONNECT_SECONDS) -> str:
     words = {
         "open": "connected",
         "refused": "refused at once",
         "unreachable": "unreachable",
-        "filtered": f"no answer within {CONNECT_SECONDS:g} s",
+        "filtered": f"no answer within {seconds:g} s",
     }
     parts = []
     for state in ("filtered", "refused", "unreachable", "open"):
@@ -108,7 +110,7 @@ def fixed_port(name: str, attempt: Attempt, *, connects: str, listens: str, what
 
 
 def hub_port(attempt: Attempt, *, master: str, mend: dict[str, str]) -> Result:
-    """The result of connecting to the hub, which may not be up."""
+    """The result of connecting to the hub, which may not be up, for REACH_SECONDS."""
     tried = f"a connection to port {attempt.port} of {master}"
     if attempt.state == "open":
         return Result("hub-port", "ok", tried, f"port {attempt.port} answers")
@@ -126,7 +128,7 @@ def hub_port(attempt: Attempt, *, master: str, mend: dict[str, str]) -> Result:
             "the machine is off, the address is wrong, or its firewall drops the port", mend, master,
         ),
     }[attempt.state]  # fmt: skip
-    return Result("hub-port", "fail", tried, _in_words([attempt]), means, commands, where)
+    return Result("hub-port", "fail", tried, _in_words([attempt], REACH_SECONDS), means, commands, where)
 
 
 def is_free(port: int) -> bool:

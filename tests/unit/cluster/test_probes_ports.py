@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
+import random
 import socket
 import time
 from collections.abc import Iterator
@@ -56,10 +58,15 @@ class Served:
         hub = Hub(self.membership, Admission([]), self.settings, "abc")
         self.server = HubServer(hub, [HOST], self.port)
         self.client = HubClient(HOST, self.port)
+        self.http = httpx2.Client(base_url=f"http://{HOST}:{self.port}", timeout=20, trust_env=False)
         assert self.client.wait(30, self.said.append, lambda seconds: bool(time.sleep(seconds / 20)))
 
     def post(self, path: str, body: object) -> httpx2.Response:
-        return httpx2.post(f"http://{HOST}:{self.port}/probes/{path}", json=body, timeout=20, trust_env=False)
+        return self.http.post(f"/probes/{path}", json=body)
+
+    def close(self) -> None:
+        self.http.close()
+        self.server.close()
 
     def sides(self) -> preflight.Sides:
         facts = preflight.ask_facts(self.client)
@@ -70,7 +77,7 @@ class Served:
 def served() -> Iterator[Served]:
     made = Served()
     yield made
-    made.server.close()
+    made.close()
 
 
 def test_listeners_are_reached_at_their_high_ports_and_closed_afterwards() -> None:
@@ -211,6 +218,19 @@ def test_masters_log_tells_a_workers_trouble_once(served: Served) -> None:
 def test_worker_cannot_write_words_of_its_own_into_the_masters_log(served: Served, body: object) -> None:
     assert served.post("blocked", body).status_code == 422
     assert not any("rm" in line for line in served.said if "check" in line)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_no_body_makes_the_probes_fail(served: Served, seed: int) -> None:
+    draw = random.Random(seed)
+    values: list[object] = [None, -1, 2**70, 1.5, "x", "\x00", [], {}, ["\ud800"], {"ports": {}}, float("nan")]
+    for path in ("listen", "train-port", "connect", "blocked") * 8:
+        keys = draw.sample(["ports", "probe", "port", "state", "address"], 2)
+        body = json.dumps({key: draw.choice(values) for key in keys}).encode()
+        body = draw.choice([body, draw.randbytes(40), b"", body[:-3]])
+        answer = served.http.post(f"/probes/{path}", content=body, headers={"content-type": "application/json"})
+        assert answer.status_code in (200, 422), (path, body, answer.text)
+    assert served.client.probe("facts", post=False)["train_port"] == served.settings.master_port
 
 
 INFO = NodeInfo(version=lantrain.__version__, code="abc", torch="none", cores=1, threads=1)
