@@ -73,6 +73,9 @@ def test_wrong_token_and_other_code_are_refused_and_the_right_worker_trains(lan:
         assert worker.code() == 0
     assert not master.says(r"laptop \(\S+\) joined")
     right = lan.up_worker(3, TOKEN=secret)
+    lan.until_step(1)
+    for host in (master, right):
+        assert secret not in str(host.container.top(ps_args="-eo pid,args"))
     assert lan.codes(master, right) == {"i9": 0, "attic": 0}, lan.explain()
     check(40)
     everything = lan.explain()
