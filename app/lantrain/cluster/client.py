@@ -136,9 +136,11 @@ class HubClient:
         """The hub's shortest answer."""
         return self._ask("GET", "/hello")
 
-    def probe(self, name: str, body: dict[str, Any] | None = None, *, post: bool = True) -> dict[str, Any]:
+    def probe(
+        self, name: str, body: dict[str, Any] | None = None, *, post: bool = True, seconds: float = PROBE_SECONDS
+    ) -> dict[str, Any]:
         """One question of the probes (hub_probes.py)."""
-        options: dict[str, Any] = {"timeout": PROBE_SECONDS}
+        options: dict[str, Any] = {"timeout": seconds}
         if post:
             options["json"] = body or {}
         return self._ask("POST" if post else "GET", f"/probes/{name}", **options)

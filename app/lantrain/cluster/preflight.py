@@ -27,6 +27,8 @@ from lantrain.cluster.probes_ports import listening, try_connect, try_ports
 from lantrain.errors import UserError
 
 RETRY_SECONDS = 10.0
+FACTS_SECONDS = 30.0
+"""The master may have to import torch for its answer."""
 LINK_TRIES = 5
 """A second apart, while the hub measures for others."""
 PORT_FREE_SECONDS = 10.0
@@ -64,7 +66,7 @@ class Sides:
 def ask_facts(client: HubClient) -> Facts:
     """What the master says of itself. Raises UserError when it speaks another version's language."""
     try:
-        return Facts(**client.probe("facts", post=False))
+        return Facts(**client.probe("facts", post=False, seconds=FACTS_SECONDS))
     except httpx2.HTTPStatusError as error:
         if error.response.status_code != 404:
             raise
@@ -118,6 +120,8 @@ def ports_to_master(sides: Sides) -> Result:
 def ports_to_worker(sides: Sides) -> Result:
     """From the master to random high ports of this machine."""
     address = sides.used.address if sides.used else ""
+    if probes_here.is_loopback(sides.client.address):
+        address = sides.client.address  # a worker on the master's own machine: this is where the hub sees it
     with listening(address) as ports:
         states = sides.client.probe("connect", {"ports": ports})["states"]
     attempts = [Attempt(port, states.get(str(port), "filtered")) for port in ports]

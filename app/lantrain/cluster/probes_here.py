@@ -58,8 +58,11 @@ def route(master: str) -> Result:
 
 
 def refuse_loopback(host: str, address: str, answers: Callable[[], bool]) -> None:
-    """Raise UserError when `host` leads to this machine itself and no hub `answers` here."""
-    if is_loopback(address) and not answers():
+    """Raise UserError when the name `host` leads to this machine itself and no hub `answers` here.
+
+    Whoever types 127.0.0.1 or localhost means it: a worker on the master's machine, which may start before it.
+    """
+    if is_loopback(address) and host not in (address, "localhost") and not answers():
         raise UserError(
             f"HOST={host} leads to {address}, this machine itself, and no master is up here",
             "give the address that the master printed: make up-worker HOST=192.168.1.36",

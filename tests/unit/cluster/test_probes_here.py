@@ -37,7 +37,9 @@ def test_loopback_is_refused_for_a_master_that_is_not_this_machine() -> None:
 def test_name_of_the_master_that_leads_here_is_refused_unless_a_hub_is_up() -> None:
     with pytest.raises(UserError, match=r"HOST=laptop leads to 127\.0\.1\.1, this machine itself"):
         probes_here.refuse_loopback("laptop", "127.0.1.1", lambda: False)
-    probes_here.refuse_loopback("localhost", "127.0.0.1", lambda: True)
+    probes_here.refuse_loopback("laptop", "127.0.1.1", lambda: True)
+    probes_here.refuse_loopback("localhost", "127.0.0.1", lambda: False)
+    probes_here.refuse_loopback("127.0.0.1", "127.0.0.1", lambda: False)
     probes_here.refuse_loopback("i9", MASTER, lambda: False)
 
 
