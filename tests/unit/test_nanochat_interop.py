@@ -160,18 +160,15 @@ def run_here(model: GPT, rates: dict[str, float], steps: list[dict[str, float]],
 
 
 @pytest.mark.slow
-def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
-    """Depth 4, the real rates, scales and schedules for this batch; small vocabulary and short rows for speed.
-
-    Towards step 18 the recipe takes backout_lambda through 1, where the last norm has next to nothing to normalise, and
-    any rounding is amplified a thousandfold: nanochat leaves itself by 6e-4 when the same rows are accumulated in
-    other micro-batches. So the yardstick there is its own departure.
-    """
+def twenty_steps(warmup_steps: int) -> tuple[dict[str, Any], Any, list[float]]:
+    """A request for nanochat's losses, the rows, and our losses: depth 4, the real rates, scales and schedules for this
+    batch; small vocabulary and short rows for speed."""
     config = config_for_depth(4, sequence_len=256, vocab_size=5000)
     data = real_rows(20, 2, 2, 256)
     tokens = 2 * 2 * 256
     scale, ratio = lr_scale(tokens), 12
-    schedule = Schedule(20, weight_decay=scaled_weight_decay(0.28, tokens, ratio * 5e6, ratio * 110e6))
+    decay = scaled_weight_decay(0.28, tokens, ratio * 5e6, ratio * 110e6)
+    schedule = Schedule(20, warmup_steps=warmup_steps, weight_decay=decay)
     rates = {"unembedding_lr": 0.008, "embedding_lr": 0.3, "matrix_lr": 0.02, "scalar_lr": 0.5}
     rates = {name: rate * scale for name, rate in rates.items()} | {"weight_decay": schedule.weight_decay}
     steps = [
@@ -182,13 +179,27 @@ def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
         }
         for step in range(20)
     ]
-    request = {"do": "train", "config": asdict(config), "rates": rates, "steps": steps}
-    theirs = ask(**request, micro_batches=data)["losses"]
-    regrouped = ask(**request, micro_batches=data.view(20, 4, 1, -1))["losses"]
     model = GPT(config)
     model.init_weights()
-    ours = run_here(model, rates, steps, data)
-    assert min(ours) < ours[0] - 0.5  # it learns, so that the comparison is not of two models at rest
+    request = {"do": "train", "config": asdict(config), "rates": rates, "steps": steps}
+    return request, data, run_here(model, rates, steps, data)
+
+
+def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
+    request, data, ours = twenty_steps(warmup_steps=80)
+    theirs = ask(**request, micro_batches=data)["losses"]
+    assert ours[-1] < ours[0] - 0.3  # it learns, so that the comparison is not of two models at rest
+    assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+def test_twenty_steps_with_the_default_warmup(ask: Ask) -> None:
+    """With 40 steps of warmup, backout_lambda passes 1 about step 18, where the last norm has next to nothing to
+    normalise, and any rounding is amplified a thousandfold (docs/log.md): nanochat leaves itself by 6e-4 when the same
+    rows are accumulated in other micro-batches. So the yardstick there is its own departure.
+    """
+    request, data, ours = twenty_steps(warmup_steps=40)
+    theirs = ask(**request, micro_batches=data)["losses"]
+    regrouped = ask(**request, micro_batches=data.view(20, 4, 1, -1))["losses"]
     for step in range(20):
         own_departure = abs(regrouped[step] - theirs[step])
         assert abs(ours[step] - theirs[step]) <= max(1e-3, 5 * own_departure), (step, ours, theirs, regrouped)

@@ -107,8 +107,12 @@ class RunSettings:
     environment: dict[str, str] = field(default_factory=dict)
 
 
-def shares_for(arguments: list[str], world: int) -> list[str]:
-    """`arguments`, without a --shares that is for another number of ranks: a lost node must not end the run."""
+def shares_for(arguments: list[str], world: int, rates: list[float]) -> list[str]:
+    """`arguments` with --shares for `world` ranks: what the user gave if it fits, else by `rates` (GFLOP/s a rank).
+
+    A --shares for another number of ranks is dropped: a lost node must not end the run. Without a rate for every rank
+    the shares are equal.
+    """
     kept: list[str] = []
     words = iter(arguments)
     for word in words:
@@ -118,6 +122,8 @@ def shares_for(arguments: list[str], world: int) -> list[str]:
                 kept.append(f"--shares={value}")
         else:
             kept.append(word)
+    if world > 1 and len(rates) == world and min(rates) > 0 and not any(w.startswith("--shares=") for w in kept):
+        kept.append("--shares=" + ",".join(f"{rate:g}" for rate in rates))
     return kept
 
 
@@ -165,7 +171,7 @@ class Hub:
         """An order that starts a generation, with all that torchrun needs; others as they are."""
         if order["order"] not in ("run", "drain"):
             return order
-        arguments = shares_for(self.settings.arguments, int(order["world"]))
+        arguments = shares_for(self.settings.arguments, int(order["world"]), order.pop("rates"))
         return {**order, **vars(self.settings), "arguments": arguments, "run": self.run}
 
     def leave(self, request: LeaveRequest, secret: str) -> dict[str, Any]:

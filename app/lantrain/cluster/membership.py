@@ -91,6 +91,7 @@ class Membership:
         self.phase: Literal["gathering", "running", "draining", "killing", "ended"] = "gathering"
         self.generation = 0
         self.members: list[str] = []
+        self.rates: list[float] = []
         self.since = clock()
         self.why = ""
         self.end_code = 0
@@ -191,9 +192,10 @@ class Membership:
         return {"order": "wait", "generation": self.generation}
 
     def specification(self, node_id: str) -> dict[str, Any]:
-        """Generation, rank and world size of a member."""
+        """Generation, rank and world size of a member, and the speed of every rank as measured when it joined."""
         return {
             "generation": self.generation, "rank": self.members.index(node_id), "world": len(self.members),
+            "rates": self.rates,
         }  # fmt: skip
 
     # --- what time does
@@ -285,6 +287,7 @@ class Membership:
         now = self.clock()
         self.generation += 1
         self.members, self._ended = [node.id for node in ready], set()
+        self.rates = [float(node.info.get("gemm_gflops", 0.0)) for node in ready]
         for node in ready:
             node.step, node.phase, node.phase_since = 0, "", now
         self.first_step_made, self.step_seconds = False, 0.0

@@ -303,8 +303,13 @@ def test_another_program_on_the_port_is_told(served: Served) -> None:
 
 @pytest.mark.parametrize("given", [["--shares", "3,1"], ["--shares=3,1"]])
 def test_shares_are_for_the_ranks_they_name(given: list[str]) -> None:
-    assert shares_for(["--depth", "2", *given, "--run=x"], 2) == ["--depth", "2", "--shares=3,1", "--run=x"]
-    assert shares_for(["--depth", "2", *given, "--run=x"], 1) == ["--depth", "2", "--run=x"]
+    assert shares_for(["--depth", "2", *given, "--run=x"], 2, [50.0, 20.5]) == [
+        "--depth",
+        "2",
+        "--shares=3,1",
+        "--run=x",
+    ]
+    assert shares_for(["--depth", "2", *given, "--run=x"], 1, [50.0]) == ["--depth", "2", "--run=x"]
 
 
 @pytest.mark.parametrize("flag", ["--resume-from-step", "--dry-run", "--world-size"])
@@ -316,3 +321,9 @@ def test_flags_that_no_generation_can_go_on_with_are_refused(flag: str) -> None:
 def test_every_generation_resumes() -> None:
     assert with_resume(["--depth=2"]) == ["--depth=2", "--resume", "auto"]
     assert with_resume(["--resume=auto"]) == ["--resume=auto"]
+
+
+def test_shares_follow_the_rates_measured_at_joining() -> None:
+    assert shares_for(["--run=x"], 2, [50.0, 20.5]) == ["--run=x", "--shares=50,20.5"]
+    assert shares_for(["--run=x"], 2, [50.0, 0.0]) == ["--run=x"]  # one was not measured: equal
+    assert shares_for(["--run=x"], 1, [50.0]) == ["--run=x"]
