@@ -82,6 +82,12 @@ def test_two_commands_then_status_then_down(client: docker.DockerClient, env: di
     status = make("status", **env)
     assert re.search(r"^running, generation 1, step \d+", status.stdout), status.stdout + status.stderr
     assert len(re.findall(r"^[01] ", status.stdout, re.M)) == 2, status.stdout
+    listed = make("ps", **env).stdout
+    assert f"{engine.PROJECT}-master-1" in listed, listed
+    assert f"{engine.PROJECT}-worker-1" in listed, listed
+    logs = engine.run(["docker", "compose", "logs", "--tail", "100"], **env).stdout  # `make logs`, without following
+    assert "rank 0" in logs, logs
+    assert "rank 1" in logs, logs
     for host in (master, worker):
         attributes = host.container.attrs
         assert attributes["HostConfig"]["NetworkMode"] == "host"
