@@ -81,10 +81,10 @@ def test_a_flapping_link_stops_nothing(lan: Lan, check: Check, times: Times) -> 
     _, worker = pair(lan, 150)
     event = time.time()
     worker.link("down")
-    lan.until(lambda: time.time() - event > 8, "8 s")
+    lan.until(lambda: time.time() - event > 10, "10 s")
     worker.link("up")
     all_ended_well(lan, check, 150)
-    times("link down for 8 s", lan.seconds_to_next_step(event))
+    times("link down for 10 s", lan.seconds_to_next_step(event))
     assert lan.generation() == 1, "nothing was started again"
 
 
