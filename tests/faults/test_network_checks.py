@@ -310,9 +310,11 @@ def test_hub_behind_a_firewall(lan: Cable, verdict: list[str], seen: str) -> Non
 
 
 def test_address_that_no_machine_has_is_told_from_a_firewall(lan: Cable) -> None:
-    code, probes = lan.worker.doctor("10.77.1.50")
-    assert code == 1
-    assert probes["hub-port"]["seen"].startswith("unreachable (No route to host)")
+    script = """
+from lantrain.cluster.probes_ports import REACH_SECONDS, hub_port, try_connect
+print(hub_port(try_connect("10.77.1.50", 29501, REACH_SECONDS), master="10.77.1.50", mend={}).seen)
+"""
+    assert "unreachable (No route to host)" in lan.worker.run(sys.executable, "-c", script).stdout
 
 
 def test_holder_of_the_train_port_is_named_on_both_machines(lan: Cable) -> None:
@@ -357,10 +359,10 @@ def test_master_with_lookalike_interfaces_announces_its_lan_address(lan: Cable) 
 def test_route_through_a_vpn_is_noted(lan: Cable) -> None:
     """A lookalike that nothing answers behind."""
     with _extra(lan.worker, "tailscale0", "100.101.102.104/10", "10.99.0.1/32"):
-        code, probes = lan.worker.doctor("10.99.0.1")
-    assert code == 1  # nobody answers there
-    assert probes["vpn"]["status"] == "warn"
-    assert "goes through tailscale0" in probes["vpn"]["seen"]
+        script = "from lantrain.cluster import probes_here; print(probes_here.vpn('10.99.0.1').line())"
+        said = lan.worker.run(sys.executable, "-c", script).stdout
+    assert "the route to 10.99.0.1 goes through tailscale0" in said
+    assert "make up-worker HOST=<the master's LAN address>" in said
 
 
 def test_two_interfaces_on_one_subnet_are_both_named(lan: Cable) -> None:
