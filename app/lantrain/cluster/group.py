@@ -101,7 +101,7 @@ def form_groups() -> Ranks:
     print(f"rank {rank}/{world}: network interface {interface or 'chosen by Gloo'} ({reason})", flush=True)
     timeout = datetime.timedelta(seconds=_seconds_from("LANTRAIN_TIMEOUT", DEFAULT_TIMEOUT))
     connect = _seconds_from("LANTRAIN_CONNECT_TIMEOUT", CONNECT_TIMEOUT)
-    hint = "a firewall on either machine may drop Gloo's random high ports; see the Limits in README.md"
+    hint = "a firewall may drop Gloo's random high ports: make doctor HOST=..., or see docs/troubleshooting.md"
     with deadline(connect, f"rank {rank}: connecting {world} ranks over {interface or 'Gloo'}", hint):
         try:
             dist.init_process_group("gloo", timeout=timeout, **_own_store(timeout))

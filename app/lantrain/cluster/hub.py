@@ -194,6 +194,7 @@ class Hub:
                     "name": node.name, "address": node.address, "state": node.state, "step": node.step,
                     "phase": node.phase, "silent_s": round(now - node.last_seen, 1), **node.info,
                     "rank": m.members.index(node.id) if node.id in m.members else None,
+                    "share": m.share_of(node.id),
                 }
                 for node in m.nodes.values()
             ]  # fmt: skip

@@ -198,6 +198,12 @@ class Membership:
             "rates": self.rates,
         }  # fmt: skip
 
+    def share_of(self, node_id: str) -> str:
+        """Share of the rows that a member computes, by its rate, in percent; empty where it has none or gave none."""
+        if node_id not in self.members or min(self.rates, default=0) <= 0:
+            return ""
+        return f"{100 * self.rates[self.members.index(node_id)] / sum(self.rates):.0f}%"
+
     # --- what time does
 
     def tick(self) -> None:

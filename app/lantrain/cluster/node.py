@@ -122,10 +122,11 @@ class MasterOptions:
 
 
 def node_table(nodes: list[dict[str, Any]]) -> str:
-    """The nodes in a table: rank, host, address, interface, cores, threads, GEMM rate, dtype, link."""
+    """The nodes in a table: rank, host, address, interface, cores, threads, GEMM rate, dtype, link, share of rows."""
     columns = {
         "rank": "rank", "name": "host", "address": "address", "interface": "card", "cores": "cores",
         "threads": "threads", "gemm_gflops": "GFLOP/s", "dtype": "dtype", "link_mbs": "MB/s", "round_trip_ms": "ms",
+        "share": "rows",
     }  # fmt: skip
     heads = tuple(columns.values())
     unmeasured = {"link_mbs": 0.0, "round_trip_ms": 0.0}  # the master's own

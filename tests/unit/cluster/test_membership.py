@@ -292,3 +292,13 @@ def test_a_worker_on_the_masters_machine_is_another_node() -> None:
     worker = world.join("pc")
     world.hub.tick()
     assert [world.order(node)["rank"] for node in (master, worker)] == [0, 1]
+
+
+def test_share_of_the_rows_is_by_the_rates() -> None:
+    world = World()
+    master = world.hub.join("i9", "10.0.0.1", {"gemm_gflops": 60.0}, master=True)
+    worker = world.hub.join("i5", "10.0.0.2", {"gemm_gflops": 20.0})
+    assert world.hub.share_of(master.id) == ""
+    world.hub.tick()
+    assert [world.hub.share_of(node.id) for node in (master, worker)] == ["75%", "25%"]
+    assert world.order(worker)["rates"] == [60.0, 20.0]
