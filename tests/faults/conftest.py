@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ import pytest
 from tests.containers import engine
 from tests.containers.conftest import client, image, pytest_runtest_makereport
 from tests.distributed.conftest import corpus
-from tests.faults.hosts import TAG, Lan, archive, flags
+from tests.faults.hosts import Check, Lan, archive, flags
 from tests.faults.hosts import lan as make_lan
 
 __all__ = ["client", "corpus", "image", "pytest_runtest_makereport"]
@@ -22,7 +21,19 @@ __all__ = ["client", "corpus", "image", "pytest_runtest_makereport"]
 TIMES: pytest.StashKey[list[str]] = pytest.StashKey()
 
 COMPARED = 400
-"""Steps whose losses are compared; later ones have to be there, each once."""
+"""Steps whose losses are compared in each test; later ones have to be there, each once."""
+COMPARED_LONG = 2000
+"""The same for the long test."""
+
+
+def limit_at(step: int) -> float:
+    """How far the loss of `step` may be from the undisturbed run's.
+
+    Rounding, which differs with the number of ranks, is enlarged from step to step: two undisturbed runs, of one rank
+    and of two, differ by 5e-7 in their first 800 steps, by 2e-5 in 1600 and by 9e-3 in 2000. From one step's rows to
+    the next step's the loss differs by 0.08 on average, so that a row read twice, or none, would show.
+    """
+    return 1e-4 if step <= 1000 else 0.03
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -40,33 +51,40 @@ def data(corpus: Path) -> bytes:
 
 @pytest.fixture
 def lan(client: docker.DockerClient, image: str, data: bytes) -> Iterator[Lan]:
-    if os.geteuid() != 0 or shutil.which("ip") is None:
-        pytest.skip("killing containers and cutting links from outside needs root and the `ip` command")
+    if os.geteuid() != 0:
+        pytest.skip("killing containers and cutting links from outside needs root")
     with make_lan(client, image, data) as made:
         yield made
 
 
 @pytest.fixture(scope="session")
-def undisturbed(client: docker.DockerClient, image: str, data: bytes) -> dict[int, float]:
-    """Losses of one rank alone with the same flags, by step."""
-    with make_lan(client, image, data) as made:
-        host = made.add(0, ["python", "-m", "scripts.base_train", *flags(COMPARED)])
-        host.container.put_archive("/data", data)
-        host.start()
-        assert host.code() == 0, made.explain()
-        return {record["step"]: record["loss"] for record in made.records()}
+def undisturbed(client: docker.DockerClient, image: str, data: bytes) -> Callable[[int], dict[int, float]]:
+    """Losses by step, at least up to a step, of one rank alone with the same flags."""
+    known: dict[int, float] = {}
+
+    def losses(steps: int) -> dict[int, float]:
+        if len(known) < steps:
+            with make_lan(client, image, data) as made:
+                host = made.add(0, ["python", "-m", "scripts.base_train", *flags(steps)])
+                host.container.put_archive("/data", data)
+                assert host.start().code(engine.LIMIT_S) == 0, made.explain()
+                known.update((record["step"], record["loss"]) for record in made.records())
+        return known
+
+    return losses
 
 
 @pytest.fixture
-def check(lan: Lan, undisturbed: dict[int, float]) -> Callable[[int | None], list[dict[str, Any]]]:
+def check(lan: Lan, undisturbed: Callable[[int], dict[int, float]]) -> Check:
     """Compare an ended run (of so many steps) with the undisturbed one; gives its records, in order of steps."""
 
-    def compare(steps: int | None) -> list[dict[str, Any]]:
+    def compare(steps: int | None, *, compared: int = COMPARED) -> list[dict[str, Any]]:
         records = lan.records()
         assert [record["step"] for record in records] == list(range(1, (steps or lan.step()) + 1)), lan.explain()
-        worst = max(records[:COMPARED], key=lambda record: abs(record["loss"] - undisturbed[record["step"]]))
-        difference = abs(worst["loss"] - undisturbed[worst["step"]])
-        assert difference < 1e-4, f"{TAG}: step {worst['step']} differs by {difference:.2e}"
+        losses = undisturbed(compared)
+        for record in records[:compared]:
+            step, loss = record["step"], record["loss"]
+            assert abs(loss - losses[step]) < limit_at(step), f"step {step}: {loss}, undisturbed {losses[step]}"
         return records
 
     return compare

@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 
-from tests.faults.hosts import Lan, one_file
-
-Check = Callable[[int | None], list[dict[str, Any]]]
+from tests.faults.hosts import Check, Lan, one_file
 
 
 def test_worker_first_then_master_to_the_end(lan: Lan, check: Check) -> None:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from tests.faults.hosts import ENDLESS, Host, Lan
+from tests.faults.conftest import COMPARED_LONG
+from tests.faults.hosts import ENDLESS, Check, Host, Lan
 
-Check = Callable[[int | None], list[dict[str, Any]]]
 Times = Callable[[str, float], None]
 
 
@@ -183,3 +183,4 @@ def test_nodes_killed_at_random_moments(lan: Lan, check: Check) -> None:
     lan.until_ranks(2, event)
     lan.end()
     all_ended_well(lan, check)
+    check(None, compared=COMPARED_LONG)
