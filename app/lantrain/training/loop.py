@@ -374,7 +374,9 @@ def lost_contact(error: RuntimeError, ranks: Ranks) -> UserError | None:
     signs = ("gloo", "Connection closed by peer", "Connection reset", "Timed out waiting", "Connection refused")
     if not isinstance(error, dist.DistError) and not any(sign in text for sign in signs):
         return None
-    reason = text.strip().splitlines()[0].rpartition("] ")[2] if "] " in text else text.strip().splitlines()[0]
+    # "[.../pair.cc:547] Connection closed by peer [10.0.0.2]:4711. <advice of torch's>": without place and advice.
+    reason = text.strip().splitlines()[0]
+    reason = (reason.rpartition(".cc:")[2].partition("] ")[2] or reason).partition(". ")[0]
     return UserError(
         f"rank {ranks.rank} lost contact with another rank: {reason}",
         "see that rank's log; --resume auto continues from the last checkpoint",
