@@ -15,7 +15,9 @@ from tests.faults.hosts import Host, flags, until
 
 
 def make(target: str, *variables: str, **env: str) -> subprocess.CompletedProcess[str]:
-    return engine.run(["make", "--no-print-directory", target, *variables], **env)
+    # As a person's make: these tests run under `make test`, whose level and flags would show in what is printed.
+    outer = {"MAKELEVEL": "0", "MAKEFLAGS": "", "MFLAGS": "", "MAKEOVERRIDES": ""}
+    return engine.run(["make", "--no-print-directory", target, *variables], **outer, **env)
 
 
 @pytest.fixture
