@@ -400,8 +400,9 @@ def test_blocked_machines_train_once_the_printed_rules_are_typed(corpus: Path, t
         assert [process.wait(timeout=LIMIT_S) for process in (worker, master)] == [0, 0], logs
         rows = [line.split() for line in lan.master.log("master.log").splitlines() if WORKER in line]
         table = next(row for row in rows if row[0] == "1")
-        assert float(table[-2]) > 1, table  # MB/s
-        assert float(table[-1]) > 0, table  # ms
+        assert float(table[-3]) > 1, table  # MB/s, ms, share of the rows
+        assert float(table[-2]) > 0, table
+        assert 0 < int(table[-1].rstrip("%")) < 100, table
         metrics = (tmp_path / lan.master.name / "base_checkpoints" / "probes" / "metrics.jsonl").read_text()
         steps = [json.loads(line)["step"] for line in metrics.splitlines() if "loss" in json.loads(line)]
         assert steps == list(range(1, 21))
