@@ -11,21 +11,24 @@ SLOW_FLOPS = 5e9
 """Below this rate on a small product a big one is not tried: bf16 without the instructions is up to 500x slower."""
 
 
-def gemm_rate(dtype: torch.dtype, size: int = 1024, repeats: int = 3) -> float:
-    """FLOP/s of a (size, size) matrix product in `dtype` with the current threads: best of `repeats`, after a small
-    product that bounds the time on a machine that emulates the dtype."""
+def gemm_rate(dtype: torch.dtype, size: int = 1024, seconds: float = 0.4) -> float:
+    """FLOP/s of a (size, size) matrix product in `dtype` with the current threads, kept up for `seconds`.
 
-    def rate(n: int, times: int) -> float:
+    Over a while, because a CPU quota lets a burst of some 40 ms pass at full speed. A small product comes first and
+    bounds the time on a machine that emulates the dtype.
+    """
+
+    def rate(n: int, seconds: float) -> float:
         a, b = torch.randn(n, n).to(dtype), torch.randn(n, n).to(dtype)
-        best = 0.0
-        for _ in range(times):
-            start = time.perf_counter()
+        torch.mm(a, b)  # page faults and the start of threads
+        start, done, elapsed = time.perf_counter(), 0, 0.0
+        while elapsed < seconds:
             torch.mm(a, b)
-            best = max(best, 2 * n**3 / (time.perf_counter() - start))
-        return best
+            done, elapsed = done + 1, time.perf_counter() - start
+        return 2 * n**3 * done / elapsed
 
-    small = rate(128, 3)
-    return small if small < SLOW_FLOPS else rate(size, repeats + 1)
+    small = rate(128, 0.01)
+    return small if small < SLOW_FLOPS else rate(size, seconds)
 
 
 def native_bf16() -> bool:
