@@ -134,7 +134,7 @@ def test_losses_are_those_of_one_rank(
     # The end of so short a schedule is rough: with the learning rate still in warm-up the loss of step 20 is above
     # step 10's, and rounding is enlarged from 1e-7 to 6e-5 (bpb after the last update: 4.6e-4).
     assert both.losses == pytest.approx(alone.losses, rel=5e-4)
-    assert both.bpb[20] == pytest.approx(alone.bpb[20], rel=1e-2)
+    assert both.bpb[20] == pytest.approx(alone.bpb[20], rel=2e-3)
     assert both.losses[10] < both.losses[1]
     assert both.bpb[10] < both.bpb[0]
     tables[:] = [("the report's run, each rank in a container of its own", comparison_table([alone, both]))]
