@@ -121,7 +121,8 @@ class ShardedOptimizer:
         self.adamw_state: dict[Piece, tuple[Tensor, Tensor]] = {}
         self.muon_state: dict[Piece, tuple[Tensor, Tensor]] = {}
         self._make_owned_state()
-        self._dense: dict[torch.Size, Tensor] = {}
+        # Zeros but for the rows of the step that is being taken; tables of one shape take turns.
+        self._dense = {self.params[name].shape: torch.zeros_like(self.params[name]) for name in self.table_groups}
 
     def _make_owned_state(self) -> None:
         for piece in self.mine:
@@ -187,7 +188,7 @@ class ShardedOptimizer:
         touched = self._exchange_rows(rows, names)
         for column, name in enumerate(names):
             param, group = self.params[name].data, self.table_groups[name]
-            dense = self._dense.setdefault(param.shape, torch.zeros_like(param))
+            dense = self._dense[param.shape]
             for ids, gradients in touched:
                 dense.index_add_(0, ids, gradients[column])
             exp_avg, exp_avg_sq = self.table_state[name]
