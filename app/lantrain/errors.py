@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import NoReturn
@@ -30,8 +31,14 @@ class UserError(Exception):
         return f"{self.message} ({self.mend})" if self.mend else self.message
 
 
-def run_main(main: Callable[[], int | None]) -> NoReturn:
-    """Run a command's `main` and leave with its exit code; a UserError becomes one line on stderr, Ctrl-C 130."""
+def run_main(main: Callable[[], int | None], *, at_once: bool = False) -> NoReturn:
+    """Run a command's `main` and leave with its exit code; a UserError becomes one line on stderr, Ctrl-C 130.
+
+    With `at_once` the process ends there, after a flush, without taking the interpreter down. A trainer needs that:
+    while Python is being taken down, Gloo's threads may meet the closing connection of a peer that leaves at the same
+    moment, and abort the process (seen once, on a busy machine). Its launcher would then see SIGABRT instead of the
+    code that says what happened.
+    """
     try:
         code = main() or 0
     except UserError as error:
@@ -40,4 +47,8 @@ def run_main(main: Callable[[], int | None]) -> NoReturn:
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         code = 130
+    if at_once:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
     sys.exit(code)
