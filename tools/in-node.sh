@@ -20,7 +20,9 @@ case $1 in
     ;;
   end)
     container=$(node_container master)
+    # The command may be killed with its container, which ends by itself once all have heard: then its code tells.
     [ -z "$container" ] || docker exec "$container" python -m scripts.node end ||
+      [ "$(docker inspect --format '{{.State.Status}} {{.State.ExitCode}}' "$container" 2>&1)" = "exited 0" ] ||
       echo "the other machines could not be told; they wait for this one to return (on each: make down)" >&2
     ;;
 esac

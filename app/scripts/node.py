@@ -25,8 +25,8 @@ from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
 if TYPE_CHECKING:
     from lantrain.cluster.client import HubClient
 
-END_SECONDS = 110.0
-"""For `end`: the master takes up to 90 s for its step and checkpoint, and then says farewell."""
+END_SECONDS = 130.0
+"""For `end`: the master takes up to 90 s for its step and checkpoint, and 30 s for its farewell."""
 DEFAULT_TRAIN_ARGS = (
     "--depth 4 --max-seq-len 512 --device-batch-size 2 --total-batch-size 4096 --num-iterations 1000 --eval-every 100"
 )
@@ -100,14 +100,17 @@ def _worker(host: str) -> int:
 
 
 def _await_the_end(client: HubClient) -> int:
-    """Return when the hub has told every node, or is gone; the step and its checkpoint are waited for."""
+    """Return when every node has heard of the end and left, or the hub is gone; a checkpoint is waited for.
+
+    Whoever asked may stop the containers of this machine next: a worker among them has to know by then.
+    """
     import httpx2
 
     until = time.monotonic() + END_SECONDS
     print("every node ends at the next step, with a checkpoint", flush=True)
     while time.monotonic() < until:
         try:
-            if client.status()["phase"] == "ended":
+            if client.status()["over"]:
                 break
         except (httpx2.HTTPError, OSError):
             break

@@ -117,7 +117,7 @@ class Agent:
         if self.trainer is not None:
             self._end_trainer("failed", why)
 
-    def stop_at_boundary(self, seconds: float, beat: Callable[[], None] = lambda: None) -> bool:
+    def stop_at_boundary(self, seconds: float, beat: Callable[[], object] = lambda: None) -> bool:
         """Ask the trainer to stop at a step boundary; end it after `seconds`. Returns whether it stopped by itself."""
         until = time.monotonic() + seconds
         while self.trainer is not None and self.trainer.running() and time.monotonic() < until:

@@ -31,6 +31,7 @@ from lantrain.errors import UserError
 DEFAULT_PORT = 29501
 MAX_BODY = 64 * 1024
 MAX_NODES = 256
+LOOPBACK = ("127.0.0.1", "::1")
 
 
 def _printable(text: str) -> str:
@@ -108,10 +109,10 @@ class RunSettings:
 
 
 def shares_for(arguments: list[str], world: int, rates: list[float]) -> list[str]:
-    """`arguments` with --shares for `world` ranks: what the user gave if it fits, else by `rates` (GFLOP/s a rank).
+    """`arguments` for `world` ranks: the user's --shares if it fits, else --rates to start from (GFLOP/s a rank).
 
     A --shares for another number of ranks is dropped: a lost node must not end the run. Without a rate for every rank
-    the shares are equal.
+    the shares are equal at first.
     """
     kept: list[str] = []
     words = iter(arguments)
@@ -123,7 +124,7 @@ def shares_for(arguments: list[str], world: int, rates: list[float]) -> list[str
         else:
             kept.append(word)
     if world > 1 and len(rates) == world and min(rates) > 0 and not any(w.startswith("--shares=") for w in kept):
-        kept.append("--shares=" + ",".join(f"{rate:g}" for rate in rates))
+        kept.append("--rates=" + ",".join(f"{rate:g}" for rate in rates))
     return kept
 
 
@@ -137,6 +138,7 @@ class Hub:
         self.started = time.time()
         self.going_down = False
         self.end_asked = ""
+        self.end_answered = threading.Event()
 
     def _node(self, node_id: str, secret: str) -> Any:
         node = self.membership.nodes.get(node_id)
@@ -200,8 +202,17 @@ class Hub:
             ]  # fmt: skip
             return {
                 "run": self.run, "phase": m.phase, "generation": m.generation, "wanted": m.wanted, "why": m.why,
-                "up_s": round(time.time() - self.started), "nodes": nodes,
+                "up_s": round(time.time() - self.started), "nodes": nodes, "over": self._over(),
             }  # fmt: skip
+
+    def _over(self) -> bool:
+        """Whether the run has ended and every worker that could hear it has said goodbye."""
+        return self.membership.phase == "ended" and not self.membership.still_to_leave()
+
+    def over(self) -> bool:
+        """The same, for callers without the lock."""
+        with self.lock:
+            return self._over()
 
 
 def build_app(hub: Hub) -> FastAPI:
@@ -251,12 +262,15 @@ def build_app(hub: Hub) -> FastAPI:
         return hub.leave(body, request.headers.get("x-secret", ""))
 
     @app.get("/status")
-    def status() -> dict[str, Any]:
-        return hub.status()
+    def status(request: Request) -> dict[str, Any]:
+        answer = hub.status()
+        if answer["over"] and address_of(request) in LOOPBACK:
+            hub.end_answered.set()
+        return answer
 
     @app.post("/end")
     def end(body: EndRequest, request: Request) -> dict[str, Any]:
-        if address_of(request) not in ("127.0.0.1", "::1"):
+        if address_of(request) not in LOOPBACK:
             raise HTTPException(403, "only the master itself may end the run")
         hub.ask_to_end(body.why)
         return {}

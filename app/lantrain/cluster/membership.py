@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+LAST_WORD_SECONDS = 4.0
+"""A node that was told of the run's end says goodbye within so long, or never: a request takes up to 2 s."""
 Order = dict[str, Any]
 NodeState = Literal["idle", "running", "stopped", "leaving"]
 
@@ -100,6 +102,7 @@ class Membership:
         self._last_step = (0, clock())
         self._ended: set[str] = set()
         self._fruitless = 0
+        self._told: set[str] = set()
         self._remembered: dict[str, tuple[list[float], float]] = {}
         self.history: list[dict[str, Any]] = []
 
@@ -180,6 +183,7 @@ class Membership:
 
     def _order_for(self, node: Node) -> Order:
         if self.phase == "ended":
+            self._told.add(node.id)
             return {"order": "end", "code": self.end_code, "why": self.why}
         member = node.id in self.members
         if self.phase == "running" and member:
@@ -332,3 +336,13 @@ class Membership:
         if self.phase != "ended":
             self.end_code = code
             self._change("ended", why)
+
+    def still_to_leave(self) -> list[str]:
+        """Workers of an ended run that have not said goodbye: not told yet, unless lost; or told just now."""
+        now = self.clock()
+        return [
+            node.label
+            for node in self.nodes.values()
+            if node is not self.master
+            and now - node.last_seen <= (LAST_WORD_SECONDS if node.id in self._told else self.limits.silence)
+        ]

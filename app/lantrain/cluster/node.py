@@ -37,10 +37,10 @@ from lantrain.paths import base_dir
 DEFAULT_TRAIN_PORT = 29500
 STOP_GRACE_SECONDS = 90.0
 """For a step, and the checkpoint after it, when this node is told to stop; compose's grace period is longer."""
-FAREWELL_SECONDS = 10.0
-"""How long the hub stays to tell the workers that the run has ended."""
-ALIVE_SECONDS = 4.0
-"""A worker that has not reported for so long will not hear the farewell either; a request takes up to 2 s."""
+FAREWELL_SECONDS = 30.0
+"""How long the hub stays at most to tell the workers that the run has ended."""
+ANSWER_SECONDS = 10.0
+"""How long it then stays for whoever asked for the end on this machine."""
 LIST_EVERY = 15.0
 
 
@@ -200,7 +200,7 @@ def _end_as_asked(hub: Hub, agent: Agent, why: str) -> int:
     with hub.lock:
         hub.membership.end(0, why)
     code = _say_farewell(hub, agent, Ended(0, why))
-    time.sleep(2 * BEAT_SECONDS)  # `node end` in this container asks every half second, and ends with the container
+    hub.end_answered.wait(ANSWER_SECONDS)  # `node end` asks in this container, and would be killed with it
     return code
 
 
@@ -209,12 +209,7 @@ def _say_farewell(hub: Hub, agent: Agent, ended: Ended) -> int:
     agent.end_now(ended.why)
     say(f"the run has ended: {ended.why}")
     until = time.monotonic() + FAREWELL_SECONDS
-    while time.monotonic() < until:
-        with hub.lock:
-            now, master = hub.membership.clock(), hub.membership.master
-            nodes = [node for node in hub.membership.nodes.values() if node is not master]
-        if all(now - node.last_seen > ALIVE_SECONDS for node in nodes):
-            break
+    while time.monotonic() < until and not hub.over():
         time.sleep(BEAT_SECONDS / 2)
     return ended.code
 
@@ -326,16 +321,19 @@ def _follow(client: HubClient, agent: Agent, stop: StopRequest, options: WorkerO
         ended = agent.obey(order)
         if ended is not None:
             return ended
-    say(f"{signal.Signals(stop.number).name}: leaving at the next step; the others go on without this machine")
     agent.leaving = True
 
-    def tell() -> None:
+    def tell() -> dict[str, Any]:
         try:
-            client.beat(agent.report())
+            return client.beat(agent.report())
         except (httpx2.HTTPError, OSError, UserError):
-            return
+            return {"order": "wait"}
 
-    tell()
+    # A machine that shuts down, or `make down` on the master's, may stop this node before it has heard of the end.
+    order = tell()
+    if order["order"] == "end":
+        return Ended(int(order["code"]), str(order["why"]))
+    say(f"{signal.Signals(stop.number).name}: leaving at the next step; the others go on without this machine")
     agent.stop_at_boundary(STOP_GRACE_SECONDS, tell)
     client.leave()
     return "left"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import random
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -19,6 +20,7 @@ from lantrain.cluster.hub import MAX_BODY, MAX_NODES, Hub, HubServer, NodeInfo, 
 from lantrain.cluster.membership import Membership, Report
 from lantrain.cluster.node import with_resume
 from lantrain.errors import UserError
+from scripts.node import _await_the_end
 
 CODE = "0123456789abcdef"
 TOKEN = "correct-horse"
@@ -191,6 +193,33 @@ def test_the_end_is_asked_for_from_the_master_itself(served: Served) -> None:
     assert served.hub.membership.phase == "gathering", "a checkpoint comes first"
 
 
+def test_the_end_is_answered_when_every_worker_has_heard_and_left(served: Served) -> None:
+    """`make down` stops this machine's containers next: a worker among them must know by then that it is over."""
+    with served.hub.lock:
+        master = served.hub.membership.join("i9", "127.0.0.1", info().model_dump(), master=True)
+        served.hub.membership.beat(master.id, Report("idle"))
+    worker, asker = served.client(), served.client()
+    worker.join("i5", info())
+    with served.hub.lock:
+        served.hub.membership.end(0, "told")
+    polls = threading.Semaphore(0)
+    ask = asker.status
+    asker.status = lambda: (ask(), polls.release())[0]  # type: ignore[method-assign]
+    waiting = threading.Thread(target=_await_the_end, args=(asker,))
+    waiting.start()
+    for _ in range(2):
+        assert polls.acquire(timeout=20)
+    assert waiting.is_alive(), "the worker has not asked since"
+    assert worker.beat(Report("idle"))["order"] == "end"
+    assert polls.acquire(timeout=20)
+    assert waiting.is_alive(), "told, and not gone yet"
+    assert not served.hub.end_answered.is_set()
+    worker.leave()
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()
+    assert served.hub.end_answered.is_set()
+
+
 def test_a_hub_that_goes_down_sends_its_workers_away(served: Served) -> None:
     client = served.client()
     client.join("i5", info())
@@ -324,6 +353,6 @@ def test_every_generation_resumes() -> None:
 
 
 def test_shares_follow_the_rates_measured_at_joining() -> None:
-    assert shares_for(["--run=x"], 2, [50.0, 20.5]) == ["--run=x", "--shares=50,20.5"]
+    assert shares_for(["--run=x"], 2, [50.0, 20.5]) == ["--run=x", "--rates=50,20.5"]
     assert shares_for(["--run=x"], 2, [50.0, 0.0]) == ["--run=x"]  # one was not measured: equal
     assert shares_for(["--run=x"], 1, [50.0]) == ["--run=x"]

@@ -302,3 +302,18 @@ def test_share_of_the_rows_is_by_the_rates() -> None:
     world.hub.tick()
     assert [world.hub.share_of(node.id) for node in (master, worker)] == ["75%", "25%"]
     assert world.order(worker)["rates"] == [60.0, 20.0]
+
+
+def test_an_ended_run_is_left_by_who_heard_and_not_waited_for_by_who_is_lost() -> None:
+    world, master, worker = running()
+    world.hub.end(0, "finished")
+    assert world.hub.still_to_leave() == [worker.label]
+    world.now += LIMITS.silence
+    assert world.hub.still_to_leave() == [worker.label], "slow, and not lost yet"
+    world.now += 1
+    assert world.hub.still_to_leave() == []
+    assert world.order(worker)["order"] == "end"
+    assert world.hub.still_to_leave() == [worker.label], "its goodbye is on the way"
+    world.now += 5
+    assert world.hub.still_to_leave() == [], "its goodbye was lost"
+    assert master.id in world.hub.nodes
