@@ -96,7 +96,8 @@ def test_resume_goes_on_as_if_nothing_had_happened(
 
 
 def test_resume_at_the_same_ranks_is_exact(base: Path) -> None:
-    flags = [*TINY, *SCHEDULE]
+    """At the same shares: those that follow the speed differ from run to run, and so does rounding."""
+    flags = [*TINY, *SCHEDULE, "--no-rebalance"]
     whole = run_ranks(2, base, flags, tag="whole").ok()
     run_ranks(2, base, [*flags, "--stop-after=7"], tag="part").ok()
     part = run_ranks(2, base, [*flags, "--resume-from-step=7"], tag="part").ok()
@@ -161,7 +162,7 @@ def test_killed_rank_is_one_clear_line_for_the_other(base: Path) -> None:
 
 def test_checkpoints_by_time_do_not_change_the_training(base: Path) -> None:
     """Written by a thread while the steps go on; the run ends as one without them, and each that is kept loads."""
-    flags = [*TINY, "--num-iterations=150"]
+    flags = [*TINY, "--num-iterations=150", "--no-rebalance"]
     plain = run_ranks(2, base, [*flags, "--save-minutes=0"], tag="plain").ok()
     timed = run_ranks(2, base, [*flags, "--save-minutes=0.003", "--keep-last=0"], tag="timed").ok()
     assert plain.losses == timed.losses

@@ -129,6 +129,13 @@ class Feed:
         self._shares = list(shares)
         self._prefetch()
 
+    def reshare(self, shares: Sequence[int]) -> None:
+        """Share out the rows that are not on their way yet otherwise: those after the next call of `next`.
+
+        Every rank does so after the same step, with the same list.
+        """
+        self._shares = list(shares)
+
     def next(self, more: bool) -> Batch:
         """This step's rows; when `more`, the next step's are put on their way.
 

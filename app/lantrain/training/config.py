@@ -72,7 +72,12 @@ def build_parser() -> argparse.ArgumentParser:
     own.add_argument("--save-minutes", type=float, default=10.0, help="minutes between checkpoints by time (0: off)")
     own.add_argument("--skip-outliers", action="store_true", help="do not take steps whose loss is an outlier")
     own.add_argument("--keep-last", type=int, default=3, help="complete checkpoints kept; older ones go (0: all)")
-    own.add_argument("--shares", default=None, help="relative rows of each rank, for example 3,1 (default: equal)")
+    own.add_argument("--shares", default=None, help="fixed relative rows of each rank, for example 3,1")
+    own.add_argument("--rates", default=None, help="speed of each rank, to start from (the launchers measure it)")
+    own.add_argument(
+        "--rebalance", action=argparse.BooleanOptionalAction, default=True,
+        help="let the rows of each rank follow its measured speed, unless --shares fixes them",
+    )  # fmt: skip
     own.add_argument("--stop-after", type=int, default=-1, help="stop with a checkpoint after this step (-1: off)")
     own.add_argument("--dry-run", action="store_true", help="print the plan and leave; needs no data")
     own.add_argument("--world-size", type=int, default=None, help="ranks to plan for, with --dry-run")
@@ -173,8 +178,15 @@ def _check_later_issues(config: Config) -> None:
         raise UserError("the CORE metric is not there yet", "leave --core-metric-every out, or give -1")
 
 
-def parse_shares(text: str | None, world: int) -> list[float]:
-    """Relative rows of each rank from --shares. Raises UserError unless there is one number a rank."""
+def first_weights(args: argparse.Namespace, world: int) -> list[float]:
+    """Relative speeds of the ranks at the start: --shares, else --rates, else equal. Raises UserError."""
+    if args.shares is None:
+        return parse_shares(args.rates, world, "--rates")
+    return parse_shares(args.shares, world)
+
+
+def parse_shares(text: str | None, world: int, flag: str = "--shares") -> list[float]:
+    """Relative rows of each rank from `flag`'s value. Raises UserError unless there is one number a rank."""
     if text is None:
         return [1.0] * world
     try:
@@ -182,7 +194,7 @@ def parse_shares(text: str | None, world: int) -> list[float]:
     except ValueError:
         shares = []
     if len(shares) != world or sum(shares) <= 0 or min(shares) < 0:
-        raise UserError(f"--shares {text} must be {world} non-negative numbers, one a rank", "for example --shares 3,1")
+        raise UserError(f"{flag} {text} must be {world} non-negative numbers, one a rank", f"for example {flag} 3,1")
     return shares
 
 

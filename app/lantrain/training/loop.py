@@ -19,15 +19,16 @@ import torch.distributed as dist
 import lantrain
 from lantrain import paths
 from lantrain.cluster import beacon
+from lantrain.cluster.balance import Balance
 from lantrain.cluster.gemm import gemm_rate
 from lantrain.cluster.group import Ranks, broadcast_json, gather_json
 from lantrain.cluster.replicas import check_replicas
-from lantrain.cluster.shares import micro_batches, split_rows
+from lantrain.cluster.shares import micro_batches
 from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
 from lantrain.data.packing import RowStream
 from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
-from lantrain.training.config import Config, parse_shares
+from lantrain.training.config import Config, first_weights
 from lantrain.training.evaluate import evaluate_bpb
 from lantrain.training.sample import complete
 from lantrain.training.saving import Saver
@@ -91,8 +92,9 @@ class Loop:
         self.config, self.setup, self.ranks = config, setup, ranks
         self.args, self.plan, self.model = config.args, setup.plan, setup.model
         self.folder: Path = paths.checkpoint_dir(config.tag)
-        self.weights = parse_shares(self.args.shares, ranks.world)
-        self.shares = split_rows(self.plan.rows, self.weights)
+        follow = self.args.rebalance and self.args.shares is None
+        self.balance = Balance(self.plan.rows, first_weights(self.args, ranks.world), follow=follow)
+        self.measured: list[tuple[int, float]] = []
         self.progress = Progress()
         self.wide = self.plan.model.vocab_size > 2**16
         self.stream: RowStream | None = None
@@ -134,7 +136,7 @@ class Loop:
         try:
             with StopSignal() as stop:
                 if step < end:
-                    feed.start(self.shares)
+                    feed.start(self.balance.shares)
                 code = self._steps(step, end, feed, stop)
             feed.close()
             return code
@@ -167,6 +169,7 @@ class Loop:
                 raise
             signal_number = self._train_step(batch, step, stop)
             step += 1
+            self._rebalance(feed, step)
             if step == self.setup.start_step + 1:
                 # The objects of the start-up live for ever; collecting them again and again cost 0.5 s a time.
                 gc.collect()
@@ -187,7 +190,8 @@ class Loop:
         started = time.perf_counter()
         loss, rows = self._forward_backward(batch)
         computed = time.perf_counter() - started
-        loss, signal_number, self.save_asked = self._exchange_loss(loss, stop.number, step)
+        mine = (len(batch.rows), computed)
+        loss, signal_number, self.save_asked = self._exchange_loss(loss, stop.number, step, mine)
         multiplier = self.plan.schedule.lr_multiplier(step)
         if self._takes_step(loss, step + 1):
             self.setup.optimizer.step(
@@ -233,17 +237,30 @@ class Loop:
                 param.grad = None
         return not skipped
 
-    def _exchange_loss(self, loss: float, signal_number: int, step: int) -> tuple[float, int, bool]:
+    def _rebalance(self, feed: Feed, step: int) -> None:
+        """After `step` steps, share out the rows by what each rank showed; the next step's are on their way already."""
+        change = self.balance.observe(self.measured)
+        feed.reshare(self.balance.shares)
+        if change is not None:
+            self._say(change.line(step + 2))
+
+    def _exchange_loss(
+        self, loss: float, signal_number: int, step: int, computed: tuple[int, float]
+    ) -> tuple[float, int, bool]:
         """Sum of the ranks' losses in rank order, any stop signal, and whether the leader's clock asks for a
-        checkpoint. Bad numbers end the run before the update."""
+        checkpoint. Bad numbers end the run before the update.
+
+        `computed` is this rank's rows and its seconds for them without waiting; `self.measured` gets every rank's.
+        """
         save = self.ranks.leader and self.saver.due_by_time()
-        mine = torch.tensor([loss, float(signal_number), float(save)], dtype=torch.float64)
+        mine = torch.tensor([loss, float(signal_number), float(save), *computed], dtype=torch.float64)
         everyone = [torch.zeros_like(mine) for _ in range(self.ranks.world)]
         if self.ranks.world > 1:
             dist.all_gather(everyone, mine)
         else:
             everyone = [mine]
         losses = [float(values[0]) for values in everyone]
+        self.measured = [(int(values[3]), float(values[4])) for values in everyone]
         bad = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
         if bad:
             raise UserError(
@@ -272,6 +289,7 @@ class Loop:
         self.metrics.add(
             step=step, loss=loss, smooth_loss=smooth, lr_multiplier=multiplier, dt=seconds, compute_s=computed,
             tok_per_sec=tokens / seconds, mfu=mfu, epoch=batch.epoch, ranks=self.ranks.world, time=time.time(),
+            rows=[rows for rows, _ in self.measured], rank_compute_s=[seconds for _, seconds in self.measured],
         )  # fmt: skip
         self.last = batch
         heartbeat(step)
@@ -307,7 +325,7 @@ class Loop:
                 self.validation = self._validation_rows(per_step * steps)
             source = FixedRows(self.validation, per_step)
         feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0, tag=1)
-        feed.start(split_rows(per_step, self.weights))
+        feed.start(self.balance.split(per_step))
         bpb = evaluate_bpb(self.model, feed, steps, self.setup.token_bytes, self.args.device_batch_size, self.ranks)
         feed.close()
         return bpb

@@ -20,7 +20,7 @@ from lantrain.optim.schedule import (
     lr_scale,
     scaled_weight_decay,
 )
-from lantrain.training.config import Config, check_batch, evaluation_rows, parse_shares
+from lantrain.training.config import Config, check_batch, evaluation_rows, first_weights
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
     yield f"Scaling weight decay from {args.weight_decay:.6f} to {plan.weight_decay:.6f} for depth {args.depth}"
     adamw = (plan.model.n_embd / 768) ** -0.5
     yield f"Scaling the LR for the AdamW parameters by (n_embd/768)^-0.5 = {adamw:.6f} (n_embd {plan.model.n_embd})"
-    shares = split_rows(plan.rows, parse_shares(args.shares, world))
+    shares = split_rows(plan.rows, first_weights(args, world))
     yield f"Rows per step: {plan.rows} of {args.max_seq_len} tokens = {plan.total_batch:,} tokens"
     for rank, share in enumerate(shares):
         batches = micro_batches(share, args.device_batch_size)

@@ -21,7 +21,7 @@ from lantrain.model.gpt import GPT
 from lantrain.optim.groups import parameter_groups
 from lantrain.optim.sharded import ShardedOptimizer
 from lantrain.training import checkpoint
-from lantrain.training.config import Config, parse_shares
+from lantrain.training.config import Config, first_weights
 from lantrain.training.plan import Plan, make_plan
 
 NOT_COMPARED = frozenset({"run", "tracker", "mlflow_uri", "mlflow_experiment"})
@@ -190,5 +190,5 @@ def make_optimizer(config: Config, plan: Plan, model: GPT, ranks: Ranks) -> Shar
     )
     return ShardedOptimizer(
         dict(model.named_parameters()), groups, set(model.embedding_tables()), ranks,
-        weights=parse_shares(args.shares, ranks.world), muon_dtype=model.compute_dtype,
+        weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
     )  # fmt: skip

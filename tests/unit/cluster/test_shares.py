@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+import itertools
+import random
+
 import pytest
 
-from lantrain.cluster.shares import micro_batches, split_rows
+from lantrain.cluster.shares import micro_batches, soonest_rows, split_rows
 
 
 @pytest.mark.parametrize(
@@ -33,6 +36,32 @@ def test_every_row_has_a_rank_for_any_speeds() -> None:
 def test_shares_of_nothing_are_refused(weights: list[float]) -> None:
     with pytest.raises(ValueError, match="shares"):
         split_rows(4, weights)
+
+
+def test_rows_are_done_as_soon_as_whole_rows_allow() -> None:
+    """Against all ways to split them."""
+    draw = random.Random(0)
+    for _ in range(200):
+        rows, seconds = draw.randrange(1, 9), [draw.uniform(0.1, 2.0) for _ in range(draw.randrange(1, 5))]
+        ways = (w for w in itertools.product(range(rows + 1), repeat=len(seconds)) if sum(w) == rows)
+        best = min(max(count * one for count, one in zip(way, seconds, strict=True)) for way in ways)
+        counts = soonest_rows(rows, [*seconds, None])
+        assert (sum(counts), counts[-1]) == (rows, 0)
+        assert max(count * one for count, one in zip(counts, [*seconds, 0], strict=True)) == pytest.approx(best)
+
+
+def test_many_rows_are_in_proportion_and_equal_ranks_equal() -> None:
+    assert soonest_rows(64, [1.0, 2.5]) == [46, 18]
+    assert soonest_rows(8, [1.0, 2.5]) == [6, 2]
+    assert soonest_rows(9, [0.3] * 3) == [3, 3, 3]
+    assert soonest_rows(10, [0.3] * 4) == [3, 3, 2, 2]
+    assert soonest_rows(1024, [1 / speed for speed in (3, 1, 4)]) == [384, 128, 512]
+
+
+@pytest.mark.parametrize("seconds", [[], [None], [0.0, 1.0]])
+def test_rows_need_a_rank_with_a_time(seconds: list[float | None]) -> None:
+    with pytest.raises(ValueError, match="time above 0"):
+        soonest_rows(4, seconds)
 
 
 def test_micro_batches_cover_the_rows() -> None:

@@ -22,7 +22,10 @@ NANOCHAT_DEFAULTS = {
     "save_every": -1, "model_tag": None,
 }  # fmt: skip
 FORK = {"tracker": "none", "mlflow_uri": None, "mlflow_experiment": None}
-OWN = {"resume", "save_minutes", "skip_outliers", "keep_last", "shares", "stop_after", "dry_run", "world_size"}
+OWN = {
+    "resume", "save_minutes", "skip_outliers", "keep_last", "shares", "rates", "rebalance", "stop_after", "dry_run",
+    "world_size",
+}  # fmt: skip
 
 REPORT = (
     "--device-type cpu --depth 4 --max-seq-len 512 --device-batch-size 2 --total-batch-size 2048 "
