@@ -12,17 +12,11 @@ import os
 import sys
 from typing import TYPE_CHECKING
 
+from lantrain import settings
 from lantrain.errors import UserError, run_main
 
 if TYPE_CHECKING:
     from lantrain.cluster.probes import Result
-
-
-def _whole_number(name: str, default: int) -> int:
-    text = os.environ.get(name, "").strip() or str(default)
-    if not text.isdigit() or int(text) < 1:
-        raise UserError(f"{name}={text} is not a positive number", f"for example {name}={default}")
-    return int(text)
 
 
 def _own_ports(address: str, hub_port: int) -> Result | None:
@@ -55,12 +49,12 @@ def check_master() -> list[Result]:
     here = own_address(os.environ.get("ADDRESS", "").strip())
     arguments = split_arguments(os.environ.get("TRAIN_ARGS") or DEFAULT_TRAIN_ARGS)
     info = describe_node(here.name)
-    hub, train = _whole_number("HUB_PORT", 29501), _whole_number("MASTER_PORT", 29500)
+    hub, train = settings.port("HUB_PORT", 29501), settings.port("MASTER_PORT", 29500)
     return [
         probes_here.address(here),
         *preflight.local_probes(here.address),
         _own_ports(here.address, hub) or preflight.master_ports(hub, train),
-        *preflight.master_room(arguments, _whole_number("NODES", 2), paths.base_dir()),
+        *preflight.master_room(arguments, settings.positive_integer("NODES", 2), paths.base_dir()),
         probes_peer.gemm(info, native_bf16()),
     ]
 
@@ -76,7 +70,7 @@ def check_worker(host: str) -> list[Result]:
     from lantrain.cluster.node import describe_node
     from lantrain.cluster.probes_mend import lan_towards, open_firewall, port_range
 
-    address, port = resolve(clean_host(host)), _whole_number("HUB_PORT", 29501)
+    address, port = resolve(clean_host(host)), settings.port("HUB_PORT", 29501)
     used = probes_here.on_route(address)
     mend = open_firewall(lan_towards(address, used), port_range([port, 29500]))
     attempt = probes_ports.try_connect(address, port, probes_ports.REACH_SECONDS)

@@ -7,9 +7,11 @@ may be: longer than the slowest step expected, and than a checkpoint.
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
+
+from lantrain.errors import run_main
+from lantrain.settings import positive_number
 
 
 def verdict(heartbeat: Path, limit: float, now: float) -> tuple[bool, str]:
@@ -24,11 +26,11 @@ def verdict(heartbeat: Path, limit: float, now: float) -> tuple[bool, str]:
 def main() -> int:
     """Print the verdict; `docker inspect` shows the last few."""
     heartbeat = Path(os.environ.get("LANTRAIN_HEARTBEAT") or "/tmp/lantrain-heartbeat")
-    limit = float(os.environ.get("LANTRAIN_HEALTH_SECONDS") or 600)
+    limit = positive_number("LANTRAIN_HEALTH_SECONDS", 600, "seconds")
     healthy, words = verdict(heartbeat, limit, time.time())
     print(words)
     return 0 if healthy else 1
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    run_main(main)

@@ -1,7 +1,7 @@
 """Join machines into one training run: `python -m scripts.node master`, `worker HOST`, `status`, `end`.
 
 The settings come from the environment, so that compose hands them on: NODES, HOST, TRAIN_ARGS, ADDRESS, HUB_PORT,
-MASTER_PORT, ALLOW, TOKEN, SILENCE, STALL, WAIT, DATA_SOURCE.
+MASTER_PORT, ALLOW, TOKEN, SILENCE, STALL, WAIT, PATIENCE, DATA_SOURCE.
 
 Exit codes: 0 when training is finished or the master was told to end; 128 + the signal's number when stopped by one; 1
 when starting again may help; others (most often 2) when something has to be mended first.
@@ -21,6 +21,7 @@ from lantrain.cluster import giving_up
 from lantrain.cluster.addresses import clean_host, resolve
 from lantrain.cluster.membership import Limits
 from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
+from lantrain.settings import port, positive_integer, positive_number
 
 if TYPE_CHECKING:
     from lantrain.cluster.client import HubClient
@@ -32,19 +33,12 @@ DEFAULT_TRAIN_ARGS = (
 )
 
 
-def _number(name: str, default: float) -> float:
-    text = os.environ.get(name, "").strip()
-    try:
-        value = float(text) if text else default
-    except ValueError:
-        value = -1.0
-    if value <= 0:
-        raise UserError(f"{name}={text} is not a positive number", f"for example {name}={default:g}")
-    return value
-
-
 def _limits() -> Limits:
-    return Limits(silence=_number("SILENCE", Limits.silence), stall=_number("STALL", Limits.stall))
+    return Limits(
+        silence=positive_number("SILENCE", Limits.silence, "seconds"),
+        stall=positive_number("STALL", Limits.stall, "seconds"),
+        patience=positive_number("PATIENCE", Limits.patience, "seconds"),
+    )
 
 
 def _launch(run: Callable[[], int]) -> int:
@@ -56,11 +50,15 @@ def _launch(run: Callable[[], int]) -> int:
     try:
         code = run()
     except UserError as error:
-        if error.exit_code != LOST_PEER_EXIT:
-            giving_up.leave_note(" ".join(str(error).split()))
-        raise
-    if 0 < code < 128:
-        giving_up.leave_note("the run has ended by an error, see above; mend it and start it by hand")
+        line = " ".join(str(error).split())
+        if error.exit_code == LOST_PEER_EXIT or giving_up.leave_note(line):
+            raise
+        print(f"error: {line}", file=sys.stderr, flush=True)
+        return 0
+    if 0 < code < 128 and not giving_up.leave_note(
+        "the run has ended by an error, see above; mend it, start it by hand"
+    ):
+        return 0
     return code
 
 
@@ -80,8 +78,8 @@ def _master() -> int:
         prepare()
 
     options = MasterOptions(
-        nodes=int(_number("NODES", 2)), address=os.environ.get("ADDRESS", "").strip(),
-        hub_port=int(_number("HUB_PORT", 29501)), train_port=int(_number("MASTER_PORT", 29500)),
+        nodes=positive_integer("NODES", 2), address=os.environ.get("ADDRESS", "").strip(),
+        hub_port=port("HUB_PORT", 29501), train_port=port("MASTER_PORT", 29500),
         arguments=arguments, allow=os.environ.get("ALLOW", ""), token=os.environ.get("TOKEN", ""),
         prepare=prepare_data, limits=_limits(),
     )  # fmt: skip
@@ -93,7 +91,7 @@ def _worker(host: str) -> int:
     from lantrain.cluster.node import WorkerOptions, run_worker
 
     options = WorkerOptions(
-        host, int(_number("HUB_PORT", 29501)), os.environ.get("TOKEN", ""), _number("WAIT", 600),
+        host, port("HUB_PORT", 29501), os.environ.get("TOKEN", ""), positive_number("WAIT", 600, "seconds"),
         _limits(),
     )  # fmt: skip
     return run_worker(options)
@@ -124,8 +122,8 @@ def _ask(command: str, host: str, as_json: bool) -> int:
     from lantrain.cluster.client import HubClient, why_unreachable
     from lantrain.cluster.node import node_table
 
-    port = int(_number("HUB_PORT", 29501))
-    client = HubClient(host, port, os.environ.get("TOKEN", ""))
+    hub_port = port("HUB_PORT", 29501)
+    client = HubClient(host, hub_port, os.environ.get("TOKEN", ""))
     try:
         if command == "end":
             client.end("the master was told to end")
@@ -133,7 +131,7 @@ def _ask(command: str, host: str, as_json: bool) -> int:
         status = client.status()
     except (httpx2.HTTPError, OSError):
         raise UserError(
-            f"no run here: {why_unreachable(host, port) or 'the hub does not answer'}", "make up-master", 1
+            f"no run here: {why_unreachable(host, hub_port) or 'the hub does not answer'}", "make up-master", 1
         ) from None
     if as_json:
         print(json.dumps(status, indent=2))

@@ -3,6 +3,9 @@
 The node that ends by a mistake leaves a note on the volume, under its container's id. Docker starts it once more; that
 start takes the note away, repeats what it says and ends with 0, which Docker takes for the end. A start by hand after
 that, or in a new container, finds no note and is a start like any other.
+
+A volume that is full, read-only or another user's takes no note, and a container has no other place that outlives it:
+its root is read-only, /tmp and /dev/shm are made anew at each start. Then the mistaken start itself has to end with 0.
 """
 
 from __future__ import annotations
@@ -29,15 +32,18 @@ def _note(mounts: Path) -> Path | None:
     return paths.base_dir() / f".ended-{identity[:12]}" if identity else None
 
 
-def leave_note(why: str, mounts: Path = MOUNTS) -> None:
-    """Keep the next start of this container from trying again."""
+def leave_note(why: str, mounts: Path = MOUNTS) -> bool:
+    """Keep the next start of this container from trying again. False where that takes an end with code 0 instead."""
     note = _note(mounts)
     if note is None:
-        return
+        return True
     try:
         note.write_text(why)
     except OSError as error:
-        print(f"warning: cannot write {note} ({error.strerror}): Docker will start this node again", flush=True)
+        note_missing = f"cannot write {note.parent} ({error.strerror})"
+        print(f"[lantrain] {note_missing}: ending with code 0, so that Docker does not start this again", flush=True)
+        return False
+    return True
 
 
 def take_note(mounts: Path = MOUNTS) -> str:

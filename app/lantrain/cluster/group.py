@@ -23,6 +23,7 @@ import torch.distributed as dist
 import lantrain
 from lantrain.cluster.interfaces import choose_interface
 from lantrain.errors import UserError
+from lantrain.settings import positive_number
 
 DEFAULT_TIMEOUT = 600.0
 """Seconds that a collective may take: the slowest step, evaluation or checkpoint of the slowest machine is inside."""
@@ -44,17 +45,6 @@ class Ranks:
     def leader(self) -> bool:
         """Rank 0 owns what lasts: configuration, rows, checkpoints, metrics."""
         return self.rank == 0
-
-
-def _seconds_from(variable: str, default: float) -> float:
-    given = os.environ.get(variable, "")
-    try:
-        seconds = float(given) if given else default
-    except ValueError:
-        seconds = -1.0
-    if seconds <= 0:
-        raise UserError(f"{variable}={given} is not a number of seconds", f"unset it, or {variable}={default:.0f}")
-    return seconds
 
 
 @contextmanager
@@ -99,8 +89,8 @@ def form_groups() -> Ranks:
     if interface:
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     print(f"rank {rank}/{world}: network interface {interface or 'chosen by Gloo'} ({reason})", flush=True)
-    timeout = datetime.timedelta(seconds=_seconds_from("LANTRAIN_TIMEOUT", DEFAULT_TIMEOUT))
-    connect = _seconds_from("LANTRAIN_CONNECT_TIMEOUT", CONNECT_TIMEOUT)
+    timeout = datetime.timedelta(seconds=positive_number("LANTRAIN_TIMEOUT", DEFAULT_TIMEOUT, "seconds"))
+    connect = positive_number("LANTRAIN_CONNECT_TIMEOUT", CONNECT_TIMEOUT, "seconds")
     hint = "a firewall may drop Gloo's random high ports: make doctor HOST=..., or see docs/troubleshooting.md"
     with deadline(connect, f"rank {rank}: connecting {world} ranks over {interface or 'Gloo'}", hint):
         try:

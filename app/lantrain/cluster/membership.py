@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from lantrain.errors import USER_ERROR_EXIT
+
 LAST_WORD_SECONDS = 4.0
 """A node that was told of the run's end says goodbye within so long, or never: a request takes up to 2 s."""
 Order = dict[str, Any]
@@ -35,6 +37,8 @@ class Limits:
     """A generation has so long to make its first step; Gloo can hang there beyond its own limits."""
     stall: float = 120.0
     """No rank finished a step for so long (or 10 of its usual steps): whoever did not enter the step is named."""
+    patience: float = 24 * 3600.0
+    """A master waits so long for its nodes, and a worker for a master that went away: over night, or for a repair."""
     flap_window: float = 600.0
     flap_pause: float = 10.0
     """A node that failed twice within the window waits so long, doubled with each further failure, up to 10 minutes."""
@@ -218,6 +222,10 @@ class Membership:
                 self._forget(node, f"{node.label} has been silent for {now - node.last_seen:.0f} s", failed=True)
         if self.phase == "gathering" and len(self.ready()) >= self.wanted:
             self._start("all nodes are here")
+        elif self.phase == "gathering" and now - self.since > self.limits.patience:
+            here = ", ".join(node.label for node in self.nodes.values())
+            wait = duration(self.limits.patience)
+            self.end(USER_ERROR_EXIT, f"{self.wanted} nodes were not here within {wait}, only {here or 'none'}")
         elif self.phase == "running":
             self._watch_running(now)
         elif self.phase == "draining":
@@ -346,3 +354,11 @@ class Membership:
             if node is not self.master
             and now - node.last_seen <= (LAST_WORD_SECONDS if node.id in self._told else self.limits.silence)
         ]
+
+
+def duration(seconds: float) -> str:
+    """Seconds in the unit that a person would use."""
+    for size, name in ((3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:g} {name}"
+    return f"{seconds:g} s"

@@ -28,7 +28,7 @@ from lantrain.cluster.cores import usable_cores
 from lantrain.cluster.engine import adopt_orphans
 from lantrain.cluster.hub import DEFAULT_PORT, Hub, HubServer, NodeInfo, RunSettings
 from lantrain.cluster.interfaces import interface_with_address, local_address_towards
-from lantrain.cluster.membership import Limits, Membership
+from lantrain.cluster.membership import Limits, Membership, duration
 from lantrain.cluster.preflight import check_before_joining, check_master_network, check_master_room
 from lantrain.cluster.probes_here import refuse_loopback
 from lantrain.errors import UserError
@@ -281,21 +281,30 @@ def run_worker(options: WorkerOptions) -> int:
             return 128 + stop.number
         say(f"{result}; waiting for the master to return")
         agent.end_now(result)
-        if not _wait_for_return(client, stop, options.wait_seconds):
+        if not _wait_for_return(client, stop, options.wait_seconds, options.limits.patience):
             return 128 + stop.number
 
 
-def _wait_for_return(client: HubClient, stop: StopRequest, seconds: float) -> bool:
-    """Wait for a master that was there before, without end. Whether it returned; not, when this node must stop.
+def _wait_for_return(client: HubClient, stop: StopRequest, seconds: float, patience: float) -> bool:
+    """Wait up to `patience` seconds for a master that was there before, with a line each `seconds`.
 
-    Raises HubRefused when it returned as another, for example with other code.
+    Whether it returned; not, when this node must stop. Raises HubRefused when it returned as another, for example with
+    other code, and UserError when it did not return: the run may have ended while this machine's link was down, so
+    that Docker must not start the node again.
     """
+    until = time.monotonic() + patience
     while not stop.wait(BEAT_SECONDS):
+        left = until - time.monotonic()
         try:
-            return client.wait(seconds, say, stop.wait) is not None
+            return client.wait(max(0.0, min(seconds, left)), say, stop.wait) is not None
         except HubRefused:
             raise
         except UserError as error:
+            if left <= seconds:
+                raise UserError(
+                    f"the master at {client.address} has not returned within {duration(patience)}",
+                    "when it is up again, on this machine: make up-worker HOST=...; PATIENCE=<seconds> waits longer",
+                ) from None
             say(f"{error}; still waiting")
     return False
 

@@ -317,3 +317,19 @@ def test_an_ended_run_is_left_by_who_heard_and_not_waited_for_by_who_is_lost() -
     world.now += 5
     assert world.hub.still_to_leave() == [], "its goodbye was lost"
     assert master.id in world.hub.nodes
+
+
+def test_a_master_waits_for_its_nodes_so_long_and_names_who_came() -> None:
+    world = World(wanted=3)
+    master, worker = world.join("master", master=True), world.join("worker1")
+    world.now += LIMITS.patience - 1
+    for _ in range(2):
+        world.hub.beat(worker.id, Report("idle"))
+        world.hub.tick()
+        assert world.hub.phase == "gathering"
+    world.now += 2
+    world.hub.beat(worker.id, Report("idle"))
+    world.hub.tick()
+    order = world.order(master)
+    assert (order["order"], order["code"]) == ("end", 2)
+    assert order["why"] == f"3 nodes were not here within 24 h, only {master.label}, {worker.label}"
