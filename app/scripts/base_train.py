@@ -10,6 +10,7 @@ import os
 import sys
 
 import lantrain
+from lantrain.cluster import stacks
 from lantrain.errors import run_main
 
 
@@ -17,6 +18,7 @@ def main() -> int:
     """Check the arguments, form the ranks, train."""
     rank = os.environ.get("RANK", "0")
     print(f"lantrain {lantrain.__version__}: rank {rank} starting (loading torch)", flush=True)
+    stacks.offer()
     # torch takes seconds to import; the line above says that something is happening.
     from lantrain.training.command import train
 

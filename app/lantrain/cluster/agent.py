@@ -85,7 +85,7 @@ class Agent:
         elif what == "kill":
             if self.trainer is not None and self.trainer.generation.number == order["generation"]:
                 self.say(f"ending generation {order['generation']}: {order['why']}")
-                self._end_trainer("failed", "ended by the hub")
+                self._end_trainer("failed", self._tell_stacks() if order.get("stacks") else "ended by the hub")
         elif what == "end":
             return Ended(int(order["code"]), str(order["why"]))
         return None
@@ -108,6 +108,16 @@ class Agent:
             self.last_outcome = ("failed", f"torchrun cannot be started: {error.strerror}")
             self.say(self.last_outcome[1])
 
+    def _tell_stacks(self) -> str:
+        """Show where every thread of a trainer that hangs is; returns where the main one is, in one line."""
+        assert self.trainer is not None
+        text, where = self.trainer.stacks()
+        for line in text.splitlines():
+            print(f"    {line}", flush=True)
+        place = f"its trainer hung in {where}"
+        self.say(place)
+        return place
+
     def forget_generations(self) -> None:
         """A new hub counts from one again."""
         self.last_generation, self.last_outcome = 0, ("", "")
@@ -124,6 +134,8 @@ class Agent:
             self.trainer.ask_to_stop()
             beat()
             time.sleep(BEAT_SECONDS / 2)
+        if self.trainer is not None and self.trainer.running():
+            self._tell_stacks()
         self._reap()
         stopped = self.trainer is None and self.last_outcome[0] in ("stopped", "done")
         self.end_now("the grace period is over")

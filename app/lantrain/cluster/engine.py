@@ -19,7 +19,7 @@ from pathlib import Path
 
 import psutil
 
-from lantrain.cluster import beacon
+from lantrain.cluster import beacon, stacks
 
 PR_SET_CHILD_SUBREAPER = 36
 STOP_SIGNAL = signal.SIGUSR1
@@ -64,12 +64,15 @@ class Trainer:
     def __init__(self, generation: Generation, beacon_path: Path, environment: dict[str, str]) -> None:
         """Start them. `environment` is added to this process's own. Raises OSError when no process can be made."""
         self.generation, self.beacon_path = generation, beacon_path
-        beacon_path.unlink(missing_ok=True)
+        self.stacks_path = beacon_path.with_suffix(".stacks")
+        for path in (beacon_path, self.stacks_path):
+            path.unlink(missing_ok=True)
         variables = {
             # Of each lost connection torch and torchrun would print some 40 lines that name no machine.
             "TORCH_CPP_LOG_LEVEL": "ERROR", "LOGLEVEL": "CRITICAL",
             **os.environ, **environment,
-            "LANTRAIN_BEACON": str(beacon_path), "LANTRAIN_GENERATION": str(generation.number),
+            "LANTRAIN_BEACON": str(beacon_path), "LANTRAIN_STACKS": str(self.stacks_path),
+            "LANTRAIN_GENERATION": str(generation.number),
             "LANTRAIN_RUN": generation.run, "PYTHONUNBUFFERED": "1",
         }  # fmt: skip
         variables.pop("TOKEN", None)  # the hub's alone; a trainer's crash report may list its environment
@@ -99,6 +102,17 @@ class Trainer:
         with contextlib.suppress(psutil.Error):
             return said is not None and psutil.Process(said.pid).status() == psutil.STATUS_STOPPED
         return False
+
+    def stacks(self) -> tuple[str, str]:
+        """The stacks of all threads of the trainer, and in one phrase where it is; no stacks if it does not answer."""
+        said = self.beacon()
+        if said is None:
+            return "", "before its first word"
+        text = stacks.ask(said.pid, self.stacks_path)
+        place = f"step {said.step}, phase {said.phase}"
+        if not text:
+            return "", f"{place}; its stack cannot be had: {stacks.state(said.pid)}"
+        return text, f"{place}: {stacks.where(text)}"
 
     def kill(self) -> None:
         """End torchrun, the trainer and whatever they started, at once."""

@@ -106,6 +106,7 @@ class Membership:
         self._last_step = (0, clock())
         self._ended: set[str] = set()
         self._fruitless = 0
+        self._hung = False
         self._told: set[str] = set()
         self._remembered: dict[str, tuple[list[float], float]] = {}
         self.history: list[dict[str, Any]] = []
@@ -184,6 +185,8 @@ class Membership:
             (lost[0] if lost else node).failures.append(self.clock())
             what = f"lost contact with {lost[0].label}" if lost else "ended"
             self._change("killing", f"the trainer of {node.label} {what}: {report.message or 'no message'}")
+        elif self._hung and report.message:
+            self.say(f"{node.label}: {report.message}")
 
     def _order_for(self, node: Node) -> Order:
         if self.phase == "ended":
@@ -196,7 +199,7 @@ class Membership:
             # Only the master's trainer is told; the ranks agree among themselves on the step.
             return {"order": "drain" if node is self.master else "run", **self.specification(node.id)}
         if self.phase == "killing" and member:
-            return {"order": "kill", "generation": self.generation, "why": self.why}
+            return {"order": "kill", "generation": self.generation, "why": self.why, "stacks": self._hung}
         return {"order": "wait", "generation": self.generation}
 
     def specification(self, node_id: str) -> dict[str, Any]:
@@ -269,6 +272,7 @@ class Membership:
             self.nodes[member].failures.append(now)
         names = ", ".join(self.nodes[member].label for member in silent)
         said = f" ({self.nodes[silent[0]].message})" if frozen else ""
+        self._hung = True
         self._change("killing", f"{what}; {names} did not finish step {newest}{said}")
 
     def _watch_stopping(self, now: float, limit: float) -> None:
@@ -280,6 +284,7 @@ class Membership:
                 self._start(self.why)
         elif now - self.since > limit:
             if self.phase == "draining":
+                self._hung = True
                 self._change("killing", f"{self.why}; the planned stop took more than {limit:.0f} s")
                 return
             for member in running:
@@ -308,7 +313,7 @@ class Membership:
         self.rates = [float(node.info.get("gemm_gflops", 0.0)) for node in ready]
         for node in ready:
             node.step, node.phase, node.phase_since = 0, "", now
-        self.first_step_made, self.step_seconds = False, 0.0
+        self.first_step_made, self.step_seconds, self._hung = False, 0.0, False
         self._last_step = (0, now)
         self._change("running", why)
         names = ", ".join(f"{rank} {node.label}" for rank, node in enumerate(ready))

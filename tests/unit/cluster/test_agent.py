@@ -12,7 +12,7 @@ from typing import Any
 import psutil
 import pytest
 
-from lantrain.cluster import engine
+from lantrain.cluster import engine, stacks
 from lantrain.cluster.agent import FROZEN, Agent
 
 TRAINER = """
@@ -137,6 +137,70 @@ def test_a_frozen_trainer_is_told_and_can_be_ended(agent: Agent) -> None:
     until(lambda: agent.report().message == FROZEN)
     agent.obey({"order": "kill", "generation": 1, "why": "frozen"})
     assert agent.report().state == "stopped"
+
+
+HANGS = """
+from lantrain.cluster import stacks
+stacks.offer()
+def stuck_here():
+    held = threading.Lock()
+    held.acquire()
+    held.acquire()
+beacon.tell('step', 7)
+import threading
+stuck_here()
+"""
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_hanging_trainer_shows_where(
+    frozen: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A lock that is never released takes the main thread as an endless collective does: no Python runs any more."""
+    said: list[str] = []
+    agent = Agent(said.append)
+    trains(monkeypatch, HANGS)
+    agent.obey(order())
+    until(lambda: agent.report().step == 7)
+    trainer = agent.trainer
+    assert trainer is not None
+    process = psutil.Process(trainer.process.pid)
+    until(lambda: process.status() == psutil.STATUS_SLEEPING)
+    if frozen:
+        os.kill(process.pid, signal.SIGSTOP)
+        until(lambda: agent.report().message == FROZEN)
+    agent.obey({"order": "kill", "generation": 1, "why": "no step for 6 s", "stacks": True})
+    report = agent.report()
+    assert report.message.startswith("its trainer hung in step 7, phase step: stuck_here (<string>:"), report.message
+    assert said[-1] == report.message
+    assert " in stuck_here\n" in capsys.readouterr().out
+    assert not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_trainer_that_cannot_answer_is_told_by_the_kernels_word(
+    agent: Agent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trains(monkeypatch, "signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n" + WORKS)
+    agent.obey(order())
+    until(lambda: agent.report().step == 7)
+    agent.obey({"order": "kill", "generation": 1, "why": "no step for 6 s", "stacks": True})
+    assert "its stack cannot be had: " in agent.report().message
+
+
+def test_the_place_is_ours_and_says_what_it_called() -> None:
+    dump = """Thread 0x00007f (most recent call first):
+  File "/usr/lib/python3.11/threading.py", line 327 in wait
+  File "/app/lantrain/data/feed.py", line 50 in _pack
+  File "/usr/lib/python3.11/threading.py", line 1002 in _bootstrap
+
+Current thread 0x00007e (most recent call first):
+  File "/opt/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line 2800 in all_reduce
+  File "/app/lantrain/training/evaluate.py", line 39 in evaluate_bpb
+  File "/app/scripts/base_train.py", line 31 in <module>
+  File "<frozen runpy>", line 88 in _run_code
+"""
+    assert stacks.where(dump) == "evaluate_bpb (training/evaluate.py:39), calling all_reduce"
+    assert stacks.where("") == "its main thread is in no Python"
 
 
 def test_descendants_in_sessions_of_their_own_end_too(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:

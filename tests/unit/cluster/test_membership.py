@@ -333,3 +333,17 @@ def test_a_master_waits_for_its_nodes_so_long_and_names_who_came() -> None:
     order = world.order(master)
     assert (order["order"], order["code"]) == ("end", 2)
     assert order["why"] == f"3 nodes were not here within 24 h, only {master.label}, {worker.label}"
+
+
+def test_after_a_stall_every_node_shows_where_it_was_and_the_master_says_so() -> None:
+    world, master, worker = running()
+    world.pass_time(LIMITS.stall + 1, master, worker)
+    assert world.hub.phase == "killing"
+    assert world.order(worker)["stacks"]
+    world.stopped(worker, "failed", "its trainer hung in step 5, phase step: all_reduce")
+    assert world.lines[-1] == f"{worker.label}: its trainer hung in step 5, phase step: all_reduce"
+    world.stopped(master, "failed")
+    world.hub.tick()
+    assert world.hub.generation == 2
+    world.stopped(worker, "failed", "killed")
+    assert not world.order(master)["stacks"], "a crash is no hang"
