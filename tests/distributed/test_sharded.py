@@ -12,7 +12,8 @@ from lantrain.cluster.group import Ranks
 from lantrain.model.embedding import EmbeddingRows
 from lantrain.model.gpt import GPT, config_for_depth
 from lantrain.optim.groups import parameter_groups
-from lantrain.optim.sharded import Piece, ShardedOptimizer, assign_owners
+from lantrain.optim.owners import Piece, assign_owners
+from lantrain.optim.sharded import ShardedOptimizer
 from tests.distributed.ranks import together
 
 SCHEDULE = {"lr_multiplier": 0.7, "muon_momentum": 0.9, "muon_weight_decay": 0.1}
@@ -27,10 +28,12 @@ def _model() -> GPT:
     return model
 
 
-def _optimizer(model: GPT, ranks: Ranks, weights: list[float] | None) -> ShardedOptimizer:
+def _optimizer(
+    model: GPT, ranks: Ranks, weights: list[float] | None, wire_dtype: torch.dtype = torch.float32
+) -> ShardedOptimizer:
     groups = parameter_groups(model)
     params, tables = dict(model.named_parameters()), set(model.embedding_tables())
-    return ShardedOptimizer(params, groups, tables, ranks, weights=weights)
+    return ShardedOptimizer(params, groups, tables, ranks, weights=weights, wire_dtype=wire_dtype)
 
 
 def _gradient(shape: torch.Size, seed: int) -> torch.Tensor:
@@ -38,10 +41,14 @@ def _gradient(shape: torch.Size, seed: int) -> torch.Tensor:
     return torch.randint(-16, 17, shape, generator=torch.Generator().manual_seed(seed)).float() / 64
 
 
+def _mine(ranks: Ranks) -> range:
+    return range(ranks.rank * 6 // ranks.world, (ranks.rank + 1) * 6 // ranks.world)
+
+
 def _train(model: GPT, optimizer: ShardedOptimizer, ranks: Ranks, steps: range) -> None:
     """Six rows a step, split over the ranks in order, each with gradients of its own; some ranks may get no row."""
+    mine = _mine(ranks)
     for step in steps:
-        mine = range(ranks.rank * 6 // ranks.world, (ranks.rank + 1) * 6 // ranks.world)
         rows = _add_gradients(model, step, mine) if len(mine) else None
         optimizer.step(rows, **SCHEDULE)
         assert all(param.grad is None for param in model.parameters())
@@ -70,7 +77,8 @@ def _three_steps(ranks: Ranks, weights: list[float] | None = None) -> Any:
     _train(model, optimizer, ranks, range(3))
     state = optimizer.full_state()
     names = {name: tensor.detach() for name, tensor in model.named_parameters()}
-    return names, state, sum(optimizer.sizes), optimizer.bytes_per_step()
+    dense = sum(piece.numel for owned in optimizer.owned for piece in owned)
+    return names, state, dense, optimizer.bytes_per_step()
 
 
 @pytest.mark.parametrize(
@@ -99,7 +107,8 @@ def test_no_table_is_sent_and_dense_bytes_are_the_lower_bound() -> None:
     tables = sum(tensor.numel() for tensor in _model().embedding_tables().values())
     assert dense == sum(tensor.numel() for tensor in results[0][0].values()) - tables
     sent = sum(sum(bytes_per_part.values()) for _, _, _, bytes_per_part in results)
-    assert sent == 2 * (4 - 1) * dense * 4
+    padding = 8 * 4 * 4 * 3  # at most, a bucket's parcels
+    assert 2 * (4 - 1) * dense * 4 <= sent <= 2 * (4 - 1) * dense * 4 + padding
 
 
 def _save_at(ranks: Ranks) -> Any:

@@ -34,11 +34,16 @@ CONNECT_TIMEOUT = 120.0
 
 @dataclass(frozen=True)
 class Ranks:
-    """This process's place among the ranks. `feed` is a group of its own, so rows never queue behind gradients."""
+    """This process's place among the ranks.
+
+    `feed` is a group of its own, so rows never queue behind gradients; so is `wire`, where gradients and weights
+    travel, so nothing that is small and waited for queues behind them.
+    """
 
     rank: int
     world: int
     feed: dist.ProcessGroup | None = None
+    wire: dist.ProcessGroup | None = None
     interface: str | None = None
 
     @property
@@ -96,11 +101,13 @@ def form_groups() -> Ranks:
         try:
             dist.init_process_group("gloo", timeout=timeout, **_own_store(timeout))
             feed = dist.new_group(backend="gloo", timeout=timeout)
+            wire = dist.new_group(backend="gloo", timeout=timeout)
         except (RuntimeError, ValueError) as error:
             first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
             raise UserError(f"rank {rank} could not connect to the other ranks: {first_line}", hint, 1) from None
     assert not isinstance(feed, int)
-    return Ranks(rank, world, feed, interface)
+    assert not isinstance(wire, int)
+    return Ranks(rank, world, feed, wire, interface)
 
 
 def leave_groups(ranks: Ranks) -> None:

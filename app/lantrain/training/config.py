@@ -78,6 +78,10 @@ def build_parser() -> argparse.ArgumentParser:
         "--rebalance", action=argparse.BooleanOptionalAction, default=True,
         help="let the rows of each rank follow its measured speed, unless --shares fixes them",
     )  # fmt: skip
+    own.add_argument(
+        "--wire-dtype", choices=["auto", "float32", "bfloat16"], default="auto",
+        help="dtype of gradients and weights between the ranks; auto: bfloat16, or float32 when all are on one host",
+    )  # fmt: skip
     own.add_argument("--stop-after", type=int, default=-1, help="stop with a checkpoint after this step (-1: off)")
     own.add_argument("--dry-run", action="store_true", help="print the plan and leave; needs no data")
     own.add_argument("--world-size", type=int, default=None, help="ranks to plan for, with --dry-run")

@@ -207,7 +207,9 @@ class Loop:
 
     def _forward_backward(self, batch: Batch) -> tuple[float, EmbeddingRows | None]:
         """Gradients of this rank's rows, as a share of the whole batch's mean loss; returns that share of the loss."""
+        optimizer = self.setup.optimizer
         if not len(batch.rows):
+            optimizer.send_gradients()
             return 0.0, None
         inputs, targets = batch.rows[:, :-1].contiguous(), batch.rows[:, 1:].contiguous()
         rows = EmbeddingRows.gather(self.model.embedding_tables(), inputs, self.plan.model.vocab_size)
@@ -215,10 +217,13 @@ class Loop:
         for size in micro_batches(len(inputs), self.args.device_batch_size):
             micro = slice(start, start + size)
             start += size
+            if start == len(inputs):
+                optimizer.gradients_become_final()
             # Sums over tokens, divided by the tokens of the whole step: the split over ranks does not show.
             loss = self.model.loss(inputs[micro], targets[micro], scale=1 / self.plan.total_batch, rows=rows)
             loss.backward()
             total += float(loss.detach())
+        optimizer.send_gradients()
         return total, rows
 
     def _takes_step(self, loss: float, step: int) -> bool:
@@ -233,8 +238,7 @@ class Loop:
             + ("; the step is not taken" if skipped else "")
         )
         if skipped:
-            for param in self.model.parameters():
-                param.grad = None
+            self.setup.optimizer.skip_step()
         return not skipped
 
     def _rebalance(self, feed: Feed, step: int) -> None:
@@ -345,7 +349,7 @@ class Loop:
         beacon.tell("save", step)
         began = time.monotonic()
         check_replicas(dict(self.model.named_parameters()), self.ranks, step)
-        optimizer_state = self.setup.optimizer.full_state()
+        optimizer_state, weights = self.setup.optimizer.full_state(), self.setup.optimizer.full_weights()
         if not self.ranks.leader:
             return
         assert optimizer_state is not None
@@ -353,7 +357,7 @@ class Loop:
         assert self.last.state is not None
         self.progress.outliers = self.outliers.to_list()
         self.saver.save(
-            step, self.model.state_dict(), optimizer_state, self.last.state.to_dict(),
+            step, self.model.state_dict() | weights, optimizer_state, self.last.state.to_dict(),
             self._meta(step, self.last.position), began=began, final=final,
         )  # fmt: skip
 

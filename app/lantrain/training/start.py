@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -155,7 +156,7 @@ def prepare(config: Config, ranks: Ranks) -> Setup:
     params = dict(model.named_parameters())
     if copy_from_leader(params, ranks) and ranks.leader:
         print("the leader's weights were sent to every rank", flush=True)
-    optimizer = make_optimizer(config, plan, model, ranks)
+    optimizer = make_optimizer(config, plan, model, ranks, choose_wire_dtype(config, ranks))
     start_step = broadcast_json(resumed.step if resumed else 0, ranks)
     if start_step:
         state = resumed.state["optimizer"] if resumed else None
@@ -177,7 +178,26 @@ def _check_optimizer_state(optimizer: ShardedOptimizer, state: dict[str, Tensor]
         raise UserError(f"the checkpoint does not fit: {error}", "resume from another step") from None
 
 
-def make_optimizer(config: Config, plan: Plan, model: GPT, ranks: Ranks) -> ShardedOptimizer:
+def choose_wire_dtype(config: Config, ranks: Ranks) -> torch.dtype:
+    """float32 or bfloat16 for gradients and weights between the ranks, by --wire-dtype. Collective, says what it chose.
+
+    On one host the wire is its memory, and rounding would only cost time.
+    """
+    asked = config.args.wire_dtype
+    hosts = len(set(gather_json(platform.node(), ranks)))
+    dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(asked)
+    reason = f"--wire-dtype {asked}" if dtype else f"{hosts} hosts"
+    if dtype is None:
+        dtype = torch.bfloat16 if hosts > 1 else torch.float32
+    if ranks.leader and ranks.world > 1:
+        name = str(dtype).removeprefix("torch.")
+        print(f"gradients and weights travel in {name} ({reason}; sums and optimizer are float32)", flush=True)
+    return dtype
+
+
+def make_optimizer(
+    config: Config, plan: Plan, model: GPT, ranks: Ranks, wire_dtype: torch.dtype = torch.float32
+) -> ShardedOptimizer:
     """The optimizer of this run, with the learning rates of the flags scaled to the batch."""
     args = config.args
     groups = parameter_groups(
@@ -191,4 +211,5 @@ def make_optimizer(config: Config, plan: Plan, model: GPT, ranks: Ranks) -> Shar
     return ShardedOptimizer(
         dict(model.named_parameters()), groups, set(model.embedding_tables()), ranks,
         weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
+        wire_dtype=wire_dtype,
     )  # fmt: skip
