@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 import lantrain
 from lantrain import paths
@@ -174,8 +175,7 @@ class Loop:
                 # The objects of the start-up live for ever; collecting them again and again cost 0.5 s a time.
                 gc.collect()
                 gc.freeze()
-            if step % REPLICA_CHECK_EVERY == 0:
-                check_replicas(dict(self.model.named_parameters()), self.ranks, step)
+            self._check_replicas(step)
             if signal_number and step < end:
                 self._save(step, final=True)
                 self._say(f"stopped by {signal.Signals(signal_number).name} after step {step}; --resume auto goes on")
@@ -184,6 +184,10 @@ class Loop:
         self._say_end(step)
         beacon.tell("ended", step, "done")
         return 0
+
+    def _check_replicas(self, step: int) -> None:
+        if step % REPLICA_CHECK_EVERY == 0:
+            check_replicas(dict(self.model.named_parameters()), self.ranks, step)
 
     def _train_step(self, batch: Batch, step: int, stop: StopSignal) -> int:
         """One optimizer step on every rank; returns the number of a stop signal that any rank has received."""
@@ -220,11 +224,15 @@ class Loop:
             if start == len(inputs):
                 optimizer.gradients_become_final()
             # Sums over tokens, divided by the tokens of the whole step: the split over ranks does not show.
-            loss = self.model.loss(inputs[micro], targets[micro], scale=1 / self.plan.total_batch, rows=rows)
+            loss = self.model.loss(inputs[micro], targets[micro], scale=1 / self._mean_over(inputs), rows=rows)
             loss.backward()
             total += float(loss.detach())
         optimizer.send_gradients()
         return total, rows
+
+    def _mean_over(self, inputs: Tensor) -> int:
+        """Tokens of which the loss is the mean, for a rank with the rows `inputs` (n, T): all of the step."""
+        return self.plan.total_batch
 
     def _takes_step(self, loss: float, step: int) -> bool:
         """Whether the update is made; an outlier's is not with --skip-outliers. The same on every rank."""
@@ -243,6 +251,8 @@ class Loop:
 
     def _rebalance(self, feed: Feed, step: int) -> None:
         """After `step` steps, share out the rows by what each rank showed; the next step's are on their way already."""
+        if not self.measured:
+            return
         change = self.balance.observe(self.measured)
         feed.reshare(self.balance.shares)
         if change is not None:
@@ -256,13 +266,19 @@ class Loop:
 
         `computed` is this rank's rows and its seconds for them without waiting; `self.measured` gets every rank's.
         """
-        save = self.ranks.leader and self.saver.due_by_time()
-        mine = torch.tensor([loss, float(signal_number), float(save), *computed], dtype=torch.float64)
+        mine = self._to_exchange(loss, signal_number, computed)
         everyone = [torch.zeros_like(mine) for _ in range(self.ranks.world)]
         if self.ranks.world > 1:
             dist.all_gather(everyone, mine)
         else:
             everyone = [mine]
+        return self._read_exchange(everyone, step)
+
+    def _to_exchange(self, loss: float, signal_number: int, computed: tuple[int, float]) -> Tensor:
+        save = self.ranks.leader and self.saver.due_by_time()
+        return torch.tensor([loss, float(signal_number), float(save), *computed], dtype=torch.float64)
+
+    def _read_exchange(self, everyone: list[Tensor], step: int) -> tuple[float, int, bool]:
         losses = [float(values[0]) for values in everyone]
         self.measured = [(int(values[3]), float(values[4])) for values in everyone]
         bad = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
