@@ -59,6 +59,7 @@ class Outcome:
     worker_log: str
     master_volume: str
     worker_volume: str
+    exact: bool
     own_names: tuple[str, str]
 
 
@@ -98,15 +99,22 @@ def alone(image: str, prepared: str, tmp_path_factory: pytest.TempPathFactory) -
     return figures(image, prepared, "alone", "1 rank", tmp_path_factory.mktemp("alone"))
 
 
-@pytest.fixture(scope="module", params=[None, "eth0"], ids=["interface-unset", "interface-eth0"])
+@pytest.fixture(
+    scope="module",
+    params=[("", ""), ("eth0", "--wire-dtype float32")],
+    ids=["as-in-the-report", "interface-eth0-fp32-wire"],
+)
 def together(
     request: pytest.FixtureRequest, client: docker.DockerClient, image: str, prepared: str
 ) -> Iterator[Outcome]:
-    env = {"GLOO_SOCKET_IFNAME": request.param} if request.param else {}
+    interface, more = request.param
+    env = {"GLOO_SOCKET_IFNAME": interface} if interface else {}
     with engine.network() as lan, engine.volume(client) as masters, engine.volume(client) as workers:
         engine.copy_volume(client, image, prepared, masters)
         address = first_address(lan.name, client)
-        on_master, on_worker = (script.replace("192.168.1.36", address) for script in (ON_MASTER, ON_WORKER))
+        on_master, on_worker = (
+            f"{script.replace('192.168.1.36', address).rstrip()} {more}" for script in (ON_MASTER, ON_WORKER)
+        )
         with (
             host(image, "i9", on_master, env, volume=masters, network=lan) as master,
             host(image, "i5", on_worker, env, volume=workers, network=lan) as worker,
@@ -114,7 +122,7 @@ def together(
             assert master.address() == address
             names = own_address(master), own_address(worker)
             codes = master.wait(), worker.wait()
-            yield Outcome(codes, master.logs(), worker.logs(), masters, workers, names)
+            yield Outcome(codes, master.logs(), worker.logs(), masters, workers, bool(more), names)
 
 
 def test_both_ranks_finish(together: Outcome) -> None:
@@ -129,12 +137,14 @@ def test_losses_are_those_of_one_rank(
     assert sorted(both.losses) == sorted(alone.losses) == list(range(1, 21))
     assert both.losses[1] == pytest.approx(10.397, abs=0.01)
     early = range(1, 18)
-    assert [both.losses[step] for step in early] == pytest.approx([alone.losses[step] for step in early], rel=1e-5)
-    assert both.bpb[10] == pytest.approx(alone.bpb[10], rel=1e-5)
+    # Between hosts gradients and weights are rounded to bfloat16, unless the flag says no.
+    near = 1e-5 if together.exact else 1e-3
+    assert [both.losses[step] for step in early] == pytest.approx([alone.losses[step] for step in early], rel=near)
+    assert both.bpb[10] == pytest.approx(alone.bpb[10], rel=near)
     # The end of so short a schedule is rough: with the learning rate still in warm-up the loss of step 20 is above
     # step 10's, and rounding is enlarged from 1e-7 to 6e-5 (bpb after the last update: 4.6e-4).
-    assert both.losses == pytest.approx(alone.losses, rel=5e-4)
-    assert both.bpb[20] == pytest.approx(alone.bpb[20], rel=2e-3)
+    assert both.losses == pytest.approx(alone.losses, rel=5e-4 if together.exact else 2e-2)
+    assert both.bpb[20] == pytest.approx(alone.bpb[20], rel=2e-3 if together.exact else 2e-2)
     assert both.losses[10] < both.losses[1]
     assert both.bpb[10] < both.bpb[0]
     tables[:] = [("the report's run, each rank in a container of its own", comparison_table([alone, both]))]
