@@ -24,7 +24,7 @@ NANOCHAT_DEFAULTS = {
 FORK = {"tracker": "none", "mlflow_uri": None, "mlflow_experiment": None}
 OWN = {
     "resume", "save_minutes", "skip_outliers", "keep_last", "shares", "rates", "rebalance", "stop_after", "dry_run",
-    "world_size",
+    "wire_dtype", "world_size",
 }  # fmt: skip
 
 REPORT = (
