@@ -21,6 +21,7 @@ from lantrain.optim.schedule import (
     scaled_weight_decay,
 )
 from lantrain.training.config import Config, check_batch, evaluation_rows, first_weights
+from lantrain.training.wire_plan import wire_lines
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,10 @@ def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
         batches = micro_batches(share, args.device_batch_size)
         sizes = f" {batches}" if 0 < len(batches) <= 8 else ""
         yield f"  rank {rank}: {share} rows in {len(batches)} micro-batches{sizes}"
+    # Before a run nothing says that all ranks are on one host.
+    narrow = torch.float32 if args.wire_dtype == "float32" else torch.bfloat16
+    if args.dry_run and args.sync != "local":
+        yield from wire_lines(plan.model, plan.counts["total"], shares, first_weights(args, world), narrow)
     scaling = _scaling_params(plan.counts)
     tokens = plan.total_batch * plan.num_iterations
     yield f"Steps: {plan.num_iterations:,} ({plan.horizon_reason})"
