@@ -171,39 +171,60 @@ class Lan:
     def address(self, number: int) -> str:
         return f"{self._prefix}.{10 + number}"
 
-    def add(self, number: int, command: list[str], *, writable: bool = False, **env: str) -> Host:
+    def add(
+        self, number: int, command: list[str], *, writable: bool = False, folder: Path | None = None,
+        options: dict[str, Any] | None = None, **env: str,
+    ) -> Host:  # fmt: skip
         """Make host `number`, not started yet; `writable` if the test changes files of the image."""
         name = ("i9", "i5", "laptop", "attic")[number]
-        volume = self._client.volumes.create(labels=engine.labels())
-        self._volumes.append(volume)
+        where = str(folder) if folder else self._volume()
         endpoint = self._client.api.create_endpoint_config(ipv4_address=self.address(number))
         container = self._client.containers.create(
             self._image, command, hostname=name, extra_hosts={name: "127.0.1.1"}, labels=engine.labels(),
             network=self._network.name, networking_config={self._network.name: endpoint},
-            volumes={volume.name: {"bind": "/data", "mode": "rw"}}, tmpfs={"/tmp": "mode=1777"},
+            volumes={where: {"bind": "/data", "mode": "rw"}}, tmpfs={"/tmp": "mode=1777"},
             restart_policy={"Name": "on-failure"}, environment={"OMP_NUM_THREADS": "1", **env},
-            **{**engine.HARDENED, "read_only": not writable},
+            **{**engine.HARDENED, "read_only": not writable, **(options or {})},
         )  # fmt: skip
         host = Host(container, name, self.address(number))
         self.hosts.append(host)
         return host
 
-    def up_master(self, steps: int = ENDLESS, *more: str, **env: str) -> Host:
-        """`make up-master` on a host whose volume has a corpus and a tokenizer."""
+    def _volume(self) -> str:
+        volume = self._client.volumes.create(labels=engine.labels())
+        self._volumes.append(volume)
+        return str(volume.name)
+
+    def fill(self, folder: Path) -> None:
+        """Unpack the corpus and the tokenizer into `folder`, owned by the image's user."""
+        with tarfile.open(fileobj=io.BytesIO(self._data)) as tar:
+            tar.extractall(folder, filter="fully_trusted", numeric_owner=True)
+        os.chown(folder, 1000, 1000)
+
+    def up_master(
+        self, steps: int = ENDLESS, *more: str, folder: Path | None = None, options: dict[str, Any] | None = None,
+        **env: str,
+    ) -> Host:  # fmt: skip
+        """`make up-master` on a host whose volume has a corpus and a tokenizer, or with `folder` as it is."""
         arguments = " ".join([*flags(steps), *more])
-        host = self.add(0, ["python", "-m", "scripts.node", "master"], TRAIN_ARGS=arguments, **env)
-        host.container.put_archive("/data", self._data)
+        command = ["python", "-m", "scripts.node", "master"]
+        host = self.add(0, command, folder=folder, options=options, TRAIN_ARGS=arguments, **env)
+        if folder is None:
+            host.container.put_archive("/data", self._data)
         return host.start()
 
     def end(self) -> None:
         """`make down` on the master, as far as the run is concerned."""
         self.master.exec("python -m scripts.node end")
 
-    def up_worker(self, number: int = 1, *, host: str | None = None, code: bytes = b"", **env: str) -> Host:
+    def up_worker(
+        self, number: int = 1, *, host: str | None = None, code: bytes = b"", options: dict[str, Any] | None = None,
+        **env: str,
+    ) -> Host:  # fmt: skip
         """`make up-worker HOST=...` on another host, whose volume is empty; with `code` in a file of the package."""
         where = self.address(0) if host is None else host
         command = ["python", "-m", "scripts.node", "worker"]
-        made = self.add(number, command, writable=bool(code), HOST=where, **env)
+        made = self.add(number, command, writable=bool(code), options=options, HOST=where, **env)
         if code:
             made.container.put_archive("/app/lantrain", one_file("other.py", code))
         return made.start()

@@ -156,7 +156,7 @@ def test_a_frozen_trainer_is_named_and_started_again(lan: Lan, check: Check, tim
     times("worker's trainer frozen (SIGSTOP), STALL=6", lan.seconds_to_next_step(event))
     assert master.says(r"no step for \d+ s; i5 \(\S+\) did not finish step \d+ \(its trainer is stopped"), master.logs()
     assert master.says(r"i5 \(\S+\): its trainer hung in step \d+, phase \w+: \w+ \(\w+/\w+\.py:\d+\)"), master.logs()
-    assert worker.says("^    Current thread 0x"), worker.logs()
+    assert worker.says("^    (Current thread|Thread) 0x"), worker.logs()
 
 
 @pytest.mark.long

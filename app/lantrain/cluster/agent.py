@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lantrain.cluster.engine import Generation, Trainer
-from lantrain.cluster.membership import Report
+from lantrain.cluster.membership import ENDED_BY_HUB, Report
+from lantrain.cluster.probes_room import memory_limit, out_of_memory_kills
 
 BEAT_SECONDS = 0.5
 FROZEN = "its trainer is stopped (SIGSTOP, or a debugger)"
@@ -36,6 +37,7 @@ class Agent:
         self.last_outcome = ("", "")
         self.last_generation = 0
         self.leaving = False
+        self._kills_before = 0
         self._folder = Path(tempfile.mkdtemp(prefix="lantrain-"))
 
     def report(self) -> Report:
@@ -65,7 +67,10 @@ class Agent:
         message = said.message if said else ""
         if not outcome:
             where = f"in step {said.step}, phase {said.phase}" if said else "before its first word"
-            outcome, message = "failed", f"it ended without a word {where} (killed, or out of memory?)"
+            outcome, message = "failed", f"it ended without a word {where} (killed?)"
+            if out_of_memory_kills() > self._kills_before:
+                mib, owner = memory_limit()
+                message = f"out of memory: the kernel killed it {where}; {owner} has {mib:,} MiB in all"
         self._end_trainer(outcome, message)
 
     def _end_trainer(self, outcome: str, message: str) -> None:
@@ -85,7 +90,7 @@ class Agent:
         elif what == "kill":
             if self.trainer is not None and self.trainer.generation.number == order["generation"]:
                 self.say(f"ending generation {order['generation']}: {order['why']}")
-                self._end_trainer("failed", self._tell_stacks() if order.get("stacks") else "ended by the hub")
+                self._end_trainer("failed", self._tell_stacks() if order.get("stacks") else ENDED_BY_HUB)
         elif what == "end":
             return Ended(int(order["code"]), str(order["why"]))
         return None
@@ -100,6 +105,7 @@ class Agent:
             number, int(order["rank"]), int(order["world"]), str(order["master_address"]),
             int(order["master_port"]), tuple(map(str, order["arguments"])), str(order.get("run", "")),
         )  # fmt: skip
+        self._kills_before = out_of_memory_kills()
         self.say(f"generation {number}: starting as rank {generation.rank} of {generation.world}")
         try:
             self.trainer = Trainer(generation, self._folder / "beacon.json", dict(order.get("environment", {})))

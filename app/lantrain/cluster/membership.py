@@ -15,8 +15,11 @@ from typing import Any, Literal
 
 from lantrain.errors import USER_ERROR_EXIT
 
+ENDED_BY_HUB = "ended by the hub"
 LAST_WORD_SECONDS = 4.0
 """A node that was told of the run's end says goodbye within so long, or never: a request takes up to 2 s."""
+ECHOES = ("lost contact", ENDED_BY_HUB)
+"""What trainers say of a generation that others have ended; anything else may be the cause, heard late."""
 Order = dict[str, Any]
 NodeState = Literal["idle", "running", "stopped", "leaving"]
 
@@ -185,7 +188,7 @@ class Membership:
             (lost[0] if lost else node).failures.append(self.clock())
             what = f"lost contact with {lost[0].label}" if lost else "ended"
             self._change("killing", f"the trainer of {node.label} {what}: {report.message or 'no message'}")
-        elif self._hung and report.message:
+        elif report.message and not any(words in report.message for words in ECHOES):
             self.say(f"{node.label}: {report.message}")
 
     def _order_for(self, node: Node) -> Order:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +84,26 @@ def free_memory(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
         if left < free:
             return max(left, 0), "the container's limit"
     return free, "this machine"
+
+
+def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> tuple[int, str]:
+    """MiB that this process's container may have, or else the machine has; and which of the two."""
+    whole = int(psutil.virtual_memory().total / MIB)
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with contextlib.suppress(OSError, ValueError):
+            mib = int(int((root / name).read_text()) / MIB)
+            if mib < whole:
+                return mib, "this container"
+    return whole, "this machine"
+
+
+def out_of_memory_kills(root: Path = Path("/sys/fs/cgroup")) -> int:
+    """How many processes of this container the kernel has killed for lack of memory; 0 where it does not say."""
+    for name in ("memory.events", "memory/memory.oom_control"):
+        with contextlib.suppress(OSError, ValueError):
+            counts = dict(line.split() for line in (root / name).read_text().splitlines())
+            return int(counts.get("oom_kill", 0))
+    return 0
 
 
 def memory(parts: dict[str, int], free: int | None = None, owner: str = "") -> Result:

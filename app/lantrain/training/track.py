@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from lantrain.errors import UserError
+
 EMA_BETA = 0.9
 UNTIMED_STEPS = 10
 """The first steps are left out of the total time and the ETA, as in nanochat."""
@@ -133,28 +135,52 @@ def step_line(
 
 
 class Metrics:
-    """metrics.jsonl: one JSON object a step or evaluation, written at once, so that a crash loses nothing."""
+    """metrics.jsonl: one JSON object a step or evaluation, written at once, so that a crash loses nothing.
+
+    While the disk is full, records wait in memory, and training goes on.
+    """
 
     def __init__(self, path: Path, resumed_step: int) -> None:
-        """Keep what earlier parts of this run wrote up to `resumed_step`; a fresh run (0) starts an empty file."""
-        kept: list[str] = []
-        if resumed_step > 0 and path.exists():
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= resumed_step]
-        temporary = path.with_name(f".{path.name}.tmp")
-        temporary.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(temporary, path)
-        self._file = path.open("a", buffering=1)
+        """Keep what earlier parts of this run wrote up to `resumed_step`; a fresh run (0) starts an empty file.
+
+        Records are in the order of their steps, so what is kept is the file's beginning: cutting the rest off takes no
+        space. Raises UserError when the file cannot be written.
+        """
+        self._path, self._waiting, self._warned = path, b"", False
+        try:
+            self._file = path.open("ab", buffering=0)
+            kept = 0
+            for line in path.read_bytes().splitlines(keepends=True) if resumed_step > 0 else []:
+                if not line.endswith(b"\n") or _step_of(line) > resumed_step:
+                    break
+                kept += len(line)
+            os.ftruncate(self._file.fileno(), kept)
+        except OSError as error:
+            mend = "see who owns it: ls -l; what is free: df"
+            raise UserError(f"cannot write {path}: {error.strerror}", mend) from None
 
     def add(self, **values: Any) -> None:
         """Append one record; its key `step` is the number of finished steps."""
-        self._file.write(json.dumps(values) + "\n")
+        self._waiting += json.dumps(values).encode() + b"\n"
+        self._write()
+
+    def _write(self) -> None:
+        try:
+            while self._waiting:  # a disk that is nearly full takes part of a line
+                self._waiting = self._waiting[self._file.write(self._waiting) :]
+            self._warned = False
+        except OSError as error:
+            if not self._warned:
+                print(f"warning: cannot write {self._path}: {error.strerror}; its records wait in memory", flush=True)
+            self._warned = True
 
     def close(self) -> None:
-        """Close the file."""
+        """Write what waits, if it can be written now, and close the file."""
+        self._write()
         self._file.close()
 
 
-def _step_of(line: str) -> float:
+def _step_of(line: bytes) -> float:
     """Step of a record; a line cut short by a crash counts as after everything."""
     try:
         return float(json.loads(line)["step"])

@@ -112,6 +112,19 @@ def test_a_killed_trainer_is_a_failure_with_its_place(agent: Agent) -> None:
     assert "in step 7, phase step" in agent.report().message
 
 
+def test_a_trainer_killed_for_lack_of_memory_says_so(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    kills = iter([2, 3])
+    monkeypatch.setattr("lantrain.cluster.agent.out_of_memory_kills", lambda: next(kills))
+    monkeypatch.setattr("lantrain.cluster.agent.memory_limit", lambda: (1200, "this container"))
+    agent.obey(order())
+    until(lambda: agent.report().step == 7)
+    assert agent.trainer is not None
+    os.kill(agent.trainer.process.pid, signal.SIGKILL)
+    until(lambda: agent.report().state == "stopped")
+    where = "in step 7, phase step"
+    assert agent.report().message == f"out of memory: the kernel killed it {where}; this container has 1,200 MiB in all"
+
+
 def test_a_torchrun_that_says_nothing_is_a_failure(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
     trains(monkeypatch, "sys.exit(1)")
     agent.obey(order())

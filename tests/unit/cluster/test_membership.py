@@ -347,3 +347,16 @@ def test_after_a_stall_every_node_shows_where_it_was_and_the_master_says_so() ->
     assert world.hub.generation == 2
     world.stopped(worker, "failed", "killed")
     assert not world.order(master)["stacks"], "a crash is no hang"
+
+
+def test_a_cause_that_is_heard_after_its_effect_is_told_too() -> None:
+    world, master, worker = running()
+    world.stopped(master, "failed", f"rank 0 lost contact with another rank: closed by [{worker.address}]:4711")
+    assert world.hub.phase == "killing"
+    world.stopped(worker, "failed", "out of memory: the kernel killed it")
+    assert world.lines[-1] == f"{worker.label}: out of memory: the kernel killed it"
+    world, master, worker = running()
+    world.stopped(worker, "failed", "out of memory: the kernel killed it")
+    before = list(world.lines)
+    world.stopped(master, "failed", "rank 0 lost contact with another rank: closed")
+    assert world.lines == before, "an echo"

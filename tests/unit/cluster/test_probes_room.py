@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from lantrain.cluster.probes_room import disk, estimate, free_memory, memory
+from lantrain.cluster.probes_room import disk, estimate, free_memory, memory, memory_limit, out_of_memory_kills
 
 FLAGS = ["--depth=4", "--max-seq-len=512", "--device-batch-size=2", "--total-batch-size=4096", "--num-iterations=10"]
 VOCABULARY = 32768
@@ -59,6 +59,23 @@ def test_containers_limit_of_the_older_cgroup(tmp_path: Path) -> None:
     (folder / "memory.usage_in_bytes").write_text(f"{40 * 2**20}\n")
     (folder / "memory.stat").write_text("total_inactive_file 0\n")
     assert free_memory(tmp_path) == (60, "the container's limit")
+
+
+@pytest.mark.parametrize(
+    ("limit", "counts"),
+    [("memory.max", "memory.events"), ("memory/memory.limit_in_bytes", "memory/memory.oom_control")],
+    ids=["cgroup 2", "cgroup 1"],
+)
+def test_kills_for_lack_of_memory_are_counted(tmp_path: Path, limit: str, counts: str) -> None:
+    (tmp_path / "memory").mkdir()
+    assert out_of_memory_kills(tmp_path) == 0, "the kernel does not say"
+    assert memory_limit(tmp_path)[1] == "this machine"
+    (tmp_path / limit).write_text(f"{300 * 2**20}\n")
+    (tmp_path / counts).write_text("oom 4\noom_kill 3\noom_group_kill 0\n")
+    assert out_of_memory_kills(tmp_path) == 3
+    assert memory_limit(tmp_path) == (300, "this container")
+    (tmp_path / limit).write_text("9223372036854771712\n")
+    assert memory_limit(tmp_path)[1] == "this machine"
 
 
 @pytest.mark.parametrize(("free", "status"), [(500, "ok"), (250, "warn"), (99, "fail")])

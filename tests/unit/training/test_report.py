@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import errno
 import json
 import subprocess
 import sys
@@ -87,3 +88,37 @@ def test_metrics_of_a_resumed_run_have_each_step_once(tmp_path: Path) -> None:
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
     Metrics(path, 0).close()
     assert path.read_text() == ""
+
+
+def test_metrics_wait_in_memory_while_the_disk_is_full(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The disk takes a part of a line before it is full, as disks do."""
+    path = tmp_path / "metrics.jsonl"
+    metrics = Metrics(path, 0)
+    disk = metrics._file
+    room = [30]
+
+    class Full:
+        def write(self, data: bytes) -> int:
+            if not room[0]:
+                raise OSError(errno.ENOSPC, "No space left on device")
+            room[0] -= (taken := disk.write(data[: room[0]]))
+            return taken
+
+        def close(self) -> None:
+            disk.close()
+
+    metrics._file = Full()  # type: ignore[assignment]
+    for step in range(1, 6):
+        metrics.add(step=step)
+    assert capsys.readouterr().out.count("No space left on device; its records wait in memory") == 1
+    assert len(path.read_bytes()) == 30
+    room[0] = 1000
+    metrics.add(step=6)
+    metrics.close()
+    assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 4, 5, 6]
+
+
+def test_metrics_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"cannot write .*metrics\.jsonl: Is a directory"):
+        Metrics(tmp_path / "metrics.jsonl", 0)
