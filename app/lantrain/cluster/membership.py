@@ -86,6 +86,10 @@ class Report:
     message: str = ""
 
 
+Choose = Callable[[list[Node]], tuple[list[Node], dict[str, str]]]
+"""From the nodes that could take part, the master first: those that shall, and by id why each other shall not."""
+
+
 class Membership:
     """The members of a run and its generations. The master is a node like the others, and always rank 0."""
 
@@ -101,6 +105,8 @@ class Membership:
         self.generation = 0
         self.members: list[str] = []
         self.rates: list[float] = []
+        self.choose: Choose = lambda nodes: (nodes, {})
+        self.left_out: dict[str, str] = {}
         self.since = clock()
         self.why = ""
         self.end_code = 0
@@ -203,7 +209,7 @@ class Membership:
             return {"order": "drain" if node is self.master else "run", **self.specification(node.id)}
         if self.phase == "killing" and member:
             return {"order": "kill", "generation": self.generation, "why": self.why, "stacks": self._hung}
-        return {"order": "wait", "generation": self.generation}
+        return {"order": "wait", "generation": self.generation, "why": self.left_out.get(node.id, "")}
 
     def specification(self, node_id: str) -> dict[str, Any]:
         """Generation, rank and world size of a member, and the speed of every rank as measured when it joined."""
@@ -213,7 +219,9 @@ class Membership:
         }  # fmt: skip
 
     def share_of(self, node_id: str) -> str:
-        """Share of the rows that a member computes, by its rate, in percent; empty where it has none or gave none."""
+        """Share of the rows that a member gets at first, by its rate, in percent; empty where that is not known."""
+        if node_id in self.left_out:
+            return "left out"
         if node_id not in self.members or min(self.rates, default=0) <= 0:
             return ""
         return f"{100 * self.rates[self.members.index(node_id)] / sum(self.rates):.0f}%"
@@ -248,6 +256,15 @@ class Membership:
         others = sorted((n for n in free if n is not self.master), key=lambda n: (n.name, n.address))
         return [self.master, *others]
 
+    def _chosen(self, ready: list[Node]) -> list[Node]:
+        """Those of `ready` that shall take part; says once of each other why not."""
+        chosen, left_out = self.choose(ready)
+        for node_id, why in left_out.items():
+            if self.left_out.get(node_id) != why:
+                self.say(f"{self.nodes[node_id].label} is left out: {why}")
+        self.left_out = left_out
+        return chosen
+
     def _watch_running(self, now: float) -> None:
         late = self.limits.stall if self.step_seconds == 0 else max(self.limits.stall, 10 * self.step_seconds)
         if not self.first_step_made and now - self.since > self.limits.first_step:
@@ -255,9 +272,13 @@ class Membership:
         elif self.first_step_made and now - self._last_step[1] > late and self._all_in("step"):
             self._blame_stalled(f"no step for {now - self._last_step[1]:.0f} s", now)
         else:
-            new = [node for node in self.ready() if node.id not in self.members]
+            ready = self.ready()
+            new = [node for node in ready if node.id not in self.members and node.id not in self.left_out]
             if new and self.first_step_made and now - max(node.joined for node in new) >= self.limits.settle:
-                self._change("draining", f"{', '.join(node.label for node in new)} joined")
+                chosen = self._chosen(ready)
+                joined = ", ".join(node.label for node in new if node in chosen)
+                if joined:
+                    self._change("draining", f"{joined} joined")
 
     def _all_in(self, phase: str) -> bool:
         """Whether no member is evaluating, saving or sampling, which may take long."""
@@ -310,6 +331,7 @@ class Membership:
         ready = self.ready()
         if not ready:
             return
+        ready = self._chosen(ready)
         now = self.clock()
         self.generation += 1
         self.members, self._ended = [node.id for node in ready], set()
