@@ -1,7 +1,7 @@
 """Join machines into one training run: `python -m scripts.node master`, `worker HOST`, `status`, `end`.
 
 The settings come from the environment, so that compose hands them on: NODES, HOST, TRAIN_ARGS, ADDRESS, HUB_PORT,
-MASTER_PORT, ALLOW, TOKEN, SILENCE, STALL, WAIT, PATIENCE, DATA_SOURCE.
+MASTER_PORT, ALLOW, TOKEN, KEEP_SLOW, SILENCE, STALL, WAIT, PATIENCE, DATA_SOURCE.
 
 Exit codes: 0 when training is finished or the master was told to end; 128 + the signal's number when stopped by one; 1
 when starting again may help; others (most often 2) when something has to be mended first.
@@ -81,7 +81,7 @@ def _master() -> int:
         nodes=positive_integer("NODES", 2), address=os.environ.get("ADDRESS", "").strip(),
         hub_port=port("HUB_PORT", 29501), train_port=port("MASTER_PORT", 29500),
         arguments=arguments, allow=os.environ.get("ALLOW", ""), token=os.environ.get("TOKEN", ""),
-        prepare=prepare_data, limits=_limits(),
+        prepare=prepare_data, limits=_limits(), keep_slow=os.environ.get("KEEP_SLOW", "") not in ("", "0"),
     )  # fmt: skip
     return run_master(options)
 

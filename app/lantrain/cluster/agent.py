@@ -38,6 +38,7 @@ class Agent:
         self.last_generation = 0
         self.leaving = False
         self._kills_before = 0
+        self._waits_because = ""
         self._folder = Path(tempfile.mkdtemp(prefix="lantrain-"))
 
     def report(self) -> Report:
@@ -87,6 +88,10 @@ class Agent:
             self._run(order)
             if what == "drain" and self.trainer is not None:
                 self.trainer.ask_to_stop()
+        elif what == "wait" and order.get("why", "") != self._waits_because:
+            self._waits_because = str(order.get("why", ""))
+            if self._waits_because:
+                self.say(f"this machine is left out for now: {self._waits_because}")
         elif what == "kill":
             if self.trainer is not None and self.trainer.generation.number == order["generation"]:
                 self.say(f"ending generation {order['generation']}: {order['why']}")

@@ -29,8 +29,10 @@ from lantrain.cluster.engine import adopt_orphans
 from lantrain.cluster.hub import DEFAULT_PORT, Hub, HubServer, NodeInfo, RunSettings
 from lantrain.cluster.interfaces import interface_with_address, local_address_towards
 from lantrain.cluster.membership import Limits, Membership, duration
+from lantrain.cluster.predict import chooser
 from lantrain.cluster.preflight import check_before_joining, check_master_network, check_master_room
 from lantrain.cluster.probes_here import refuse_loopback
+from lantrain.cluster.probes_room import vocabulary
 from lantrain.errors import UserError
 from lantrain.paths import base_dir
 
@@ -119,6 +121,7 @@ class MasterOptions:
     token: str = ""
     prepare: Callable[[], None] = lambda: None
     limits: Limits = field(default_factory=Limits)
+    keep_slow: bool = False
 
 
 def node_table(nodes: list[dict[str, Any]]) -> str:
@@ -159,6 +162,8 @@ def run_master(options: MasterOptions) -> int:
         with stop.at_once():
             options.prepare()
             check_master_room(arguments, options.nodes, base_dir(), say)
+            if not options.keep_slow:
+                membership.choose = chooser(arguments, vocabulary())
         info = describe_node(here.name)
         with hub.lock:
             node = membership.join(platform.node(), here.address, info.model_dump(), master=True)
