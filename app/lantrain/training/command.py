@@ -11,7 +11,9 @@ from lantrain.cluster import beacon
 from lantrain.cluster.cores import choose_threads
 from lantrain.cluster.group import Ranks, agree_on_versions, form_groups, leave_groups
 from lantrain.errors import LOST_PEER_EXIT, UserError
+from lantrain.optim.local_steps import LocalSteps
 from lantrain.training.config import Config, parse
+from lantrain.training.local_loop import LocalLoop
 from lantrain.training.loop import Loop, guarded
 from lantrain.training.plan import make_plan, plan_lines
 from lantrain.training.start import prepare
@@ -56,7 +58,8 @@ def _run(config: Config, ranks: Ranks) -> int:
     if ranks.leader:
         for line in plan_lines(setup.plan, config, ranks.world):
             print(line, flush=True)
-    return Loop(config, setup, ranks).run()
+    loop = LocalLoop if isinstance(setup.optimizer, LocalSteps) else Loop
+    return loop(config, setup, ranks).run()
 
 
 def dry_run(config: Config) -> int:

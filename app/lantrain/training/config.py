@@ -82,6 +82,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--wire-dtype", choices=["auto", "float32", "bfloat16"], default="auto",
         help="dtype of gradients and weights between the ranks; auto: bfloat16, or float32 when all are on one host",
     )  # fmt: skip
+    own.add_argument(
+        "--sync", choices=["step", "local", "auto"], default="step",
+        help="step: exchange gradients every step; local: train apart and average every --local-steps steps, for slow "
+        "links; auto: by the measured link",
+    )  # fmt: skip
+    own.add_argument("--local-steps", type=int, default=30, help="--sync local: steps of a round")
+    own.add_argument("--outer-lr", type=float, default=0.7, help="--sync local: learning rate of the averaged change")
+    own.add_argument("--outer-momentum", type=float, default=0.6, help="--sync local: its Nesterov momentum")
+    own.add_argument(
+        "--delta-bits", type=int, choices=[32, 8, 4], default=8,
+        help="--sync local: bits of a value on the wire; 32: no rounding",
+    )  # fmt: skip
     own.add_argument("--stop-after", type=int, default=-1, help="stop with a checkpoint after this step (-1: off)")
     own.add_argument("--dry-run", action="store_true", help="print the plan and leave; needs no data")
     own.add_argument("--world-size", type=int, default=None, help="ranks to plan for, with --dry-run")
@@ -152,6 +164,13 @@ def _check_numbers(args: argparse.Namespace) -> None:
         raise UserError(f"--resume-from-step {args.resume_from_step} is not a step")
     if not args.save_minutes >= 0:
         raise UserError(f"--save-minutes {args.save_minutes} is not a time", "use 0 to switch it off")
+    if args.local_steps < 1:
+        raise UserError(f"--local-steps {args.local_steps} is not a number of steps", "use at least 1")
+    if not 0 < args.outer_lr <= 10 or not 0 <= args.outer_momentum < 1:
+        raise UserError(
+            f"--outer-lr {args.outer_lr:g} and --outer-momentum {args.outer_momentum:g}: the rate must be above 0, the "
+            "momentum from 0 to below 1", "leave them out"
+        )  # fmt: skip
     if args.keep_last < 0:
         raise UserError(f"--keep-last {args.keep_last} is not a number of checkpoints", "use 0 to keep all")
     if args.world_size is not None and (args.world_size < 1 or not args.dry_run):

@@ -112,6 +112,11 @@ def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
     narrow = torch.float32 if args.wire_dtype == "float32" else torch.bfloat16
     if args.dry_run and args.sync != "local":
         yield from wire_lines(plan.model, plan.counts["total"], shares, first_weights(args, world), narrow)
+    if args.sync != "step":
+        yield (
+            f"Synchronised: --sync {args.sync}; local rounds of {args.local_steps} steps, changes in {args.delta_bits} "
+            f"bits, outer learning rate {args.outer_lr:g} and momentum {args.outer_momentum:g}"
+        )
     scaling = _scaling_params(plan.counts)
     tokens = plan.total_batch * plan.num_iterations
     yield f"Steps: {plan.num_iterations:,} ({plan.horizon_reason})"

@@ -19,11 +19,13 @@ from lantrain.data.shards import ShardSet, open_shards
 from lantrain.data.tokenizer import Tokenizer
 from lantrain.errors import UserError
 from lantrain.model.gpt import GPT
-from lantrain.optim.groups import parameter_groups
+from lantrain.optim.groups import ParamGroup, parameter_groups
+from lantrain.optim.local_steps import LocalSteps
 from lantrain.optim.sharded import ShardedOptimizer
 from lantrain.training import checkpoint
 from lantrain.training.config import Config, first_weights
 from lantrain.training.plan import Plan, make_plan
+from lantrain.training.sync import steps_locally
 
 NOT_COMPARED = frozenset({"run", "tracker", "mlflow_uri", "mlflow_experiment"})
 """Flags that may differ between the ranks: they only say where the leader reports to."""
@@ -35,7 +37,7 @@ class Setup:
 
     plan: Plan
     model: GPT
-    optimizer: ShardedOptimizer
+    optimizer: ShardedOptimizer | LocalSteps
     token_bytes: Tensor
     start_step: int
     shards: ShardSet | None
@@ -156,7 +158,11 @@ def prepare(config: Config, ranks: Ranks) -> Setup:
     params = dict(model.named_parameters())
     if copy_from_leader(params, ranks) and ranks.leader:
         print("the leader's weights were sent to every rank", flush=True)
-    optimizer = make_optimizer(config, plan, model, ranks, choose_wire_dtype(config, ranks))
+    optimizer: ShardedOptimizer | LocalSteps
+    if steps_locally(config, plan, ranks, dtype):
+        optimizer = make_local_optimizer(config, plan, model, ranks)
+    else:
+        optimizer = make_optimizer(config, plan, model, ranks, choose_wire_dtype(config, ranks))
     start_step = broadcast_json(resumed.step if resumed else 0, ranks)
     if start_step:
         state = resumed.state["optimizer"] if resumed else None
@@ -171,7 +177,7 @@ def prepare(config: Config, ranks: Ranks) -> Setup:
     return Setup(plan, model, optimizer, token_bytes, start_step, shards, tokenizer, resumed)
 
 
-def _check_optimizer_state(optimizer: ShardedOptimizer, state: dict[str, Tensor] | None) -> None:
+def _check_optimizer_state(optimizer: ShardedOptimizer | LocalSteps, state: dict[str, Tensor] | None) -> None:
     try:
         optimizer.check_state(state or {})
     except ValueError as error:
@@ -200,7 +206,26 @@ def make_optimizer(
 ) -> ShardedOptimizer:
     """The optimizer of this run, with the learning rates of the flags scaled to the batch."""
     args = config.args
-    groups = parameter_groups(
+    return ShardedOptimizer(
+        dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
+        weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
+        wire_dtype=wire_dtype,
+    )  # fmt: skip
+
+
+def make_local_optimizer(config: Config, plan: Plan, model: GPT, ranks: Ranks) -> LocalSteps:
+    """The optimizer of a run with local steps; the learning rates are those of the whole batch."""
+    args = config.args
+    return LocalSteps(
+        dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
+        every=args.local_steps, outer_lr=args.outer_lr, outer_momentum=args.outer_momentum,
+        delta_bits=args.delta_bits, muon_dtype=model.compute_dtype,
+    )  # fmt: skip
+
+
+def _groups(config: Config, plan: Plan, model: GPT) -> list[ParamGroup]:
+    args = config.args
+    return parameter_groups(
         model,
         unembedding_lr=args.unembedding_lr * plan.lr_scale,
         embedding_lr=args.embedding_lr * plan.lr_scale,
@@ -208,8 +233,3 @@ def make_optimizer(
         matrix_lr=args.matrix_lr * plan.lr_scale,
         weight_decay=plan.weight_decay,
     )
-    return ShardedOptimizer(
-        dict(model.named_parameters()), groups, set(model.embedding_tables()), ranks,
-        weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
-        wire_dtype=wire_dtype,
-    )  # fmt: skip

@@ -24,7 +24,7 @@ NANOCHAT_DEFAULTS = {
 FORK = {"tracker": "none", "mlflow_uri": None, "mlflow_experiment": None}
 OWN = {
     "resume", "save_minutes", "skip_outliers", "keep_last", "shares", "rates", "rebalance", "stop_after", "dry_run",
-    "wire_dtype", "world_size",
+    "wire_dtype", "world_size", "sync", "local_steps", "outer_lr", "outer_momentum", "delta_bits",
 }  # fmt: skip
 
 REPORT = (
@@ -71,6 +71,10 @@ def test_command_of_the_report_parses_with_and_without_the_separator() -> None:
         ("--world-size 2", "--dry-run"),
         ("--eval-tokens 100 --max-seq-len 512", "less than one row"),
         ("--keep-last -1", "0 to keep all"),
+        ("--local-steps 0", "at least 1"),
+        ("--outer-lr 0", "--outer-lr 0"),
+        ("--outer-momentum 1", "below 1"),
+        ("--delta-bits 3", "invalid choice"),
         ("--max-seq-len 1", "at least 2"),
     ],
 )  # fmt: skip
