@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -25,3 +26,16 @@ def tokenizer_dir() -> Path:
 def checkpoint_dir(tag: str) -> Path:
     """Folder of the checkpoints and metrics of the model called `tag` (d4, d8, or --model-tag)."""
     return base_dir() / "base_checkpoints" / tag
+
+
+def how_to_write(error: OSError, folder: Path) -> str:
+    """What to do about `error`, with which writing in `folder` failed."""
+    if error.errno in (errno.EACCES, errno.EPERM):
+        while not folder.exists() and folder != folder.parent:
+            folder = folder.parent
+        return f"give it to this user: sudo chown -R {os.getuid()}:{os.getgid()} {folder}; if mounted: what is mounted"
+    if error.errno == errno.ENOSPC:
+        return "free some space, or set NANOCHAT_BASE_DIR to a bigger disk"
+    if error.errno == errno.EROFS:
+        return f"mount it for writing (see mount, dmesg): {folder}"
+    return "set NANOCHAT_BASE_DIR to a folder that can be written"

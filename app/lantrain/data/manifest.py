@@ -14,6 +14,7 @@ from filelock import FileLock, Timeout
 from lantrain.data.files import sha256_of, write_atomic
 from lantrain.data.shards import open_shard
 from lantrain.errors import UserError
+from lantrain.paths import how_to_write
 
 NAME = "manifest.json"
 Log = Callable[[str], None]
@@ -81,7 +82,7 @@ def writing_to(folder: Path) -> Iterator[None]:
         raise UserError(f"another prepare_data is writing to {folder}", "wait, or choose another --out") from None
     except OSError as error:
         raise UserError(
-            f"cannot write to {error.filename or folder}: {error.strerror}", "check the folder's owner and free space"
+            f"cannot write to {error.filename or folder}: {error.strerror}", how_to_write(error, folder)
         ) from error
 
 

@@ -24,6 +24,7 @@ import tiktoken
 
 from lantrain.data.files import write_atomic
 from lantrain.errors import UserError
+from lantrain.paths import how_to_write
 
 BOS = "<|bos|>"
 # nanochat's nine, in its order: the ids follow the merges, so a base model can be fine-tuned there.
@@ -146,7 +147,7 @@ class Tokenizer:
             write_atomic(folder / JSON_FILE, self._to_json(hashlib.sha256(pickled).hexdigest()))
         except OSError as error:
             raise UserError(
-                f"cannot write the tokenizer to {folder}: {error.strerror}", "check the folder's owner and free space"
+                f"cannot write the tokenizer to {folder}: {error.strerror}", how_to_write(error, folder)
             ) from error
 
     def _to_json(self, pickle_sha256: str) -> bytes:

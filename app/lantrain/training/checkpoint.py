@@ -9,7 +9,6 @@ it is free of the number of ranks.
 from __future__ import annotations
 
 import contextlib
-import errno
 import hashlib
 import json
 import os
@@ -25,6 +24,7 @@ from torch import Tensor
 
 from lantrain.data.files import sha256_of, sync_folder
 from lantrain.errors import UserError
+from lantrain.paths import how_to_write
 
 SPARE_BYTES = 64 * 2**20
 """Free space that must be left after a checkpoint, for the logs and everybody else."""
@@ -109,19 +109,11 @@ def prepare_folder(folder: Path) -> None:
         _write(folder / "writable", lambda file: file.write(b""))
         (folder / "writable").unlink()
     except OSError as error:
-        raise CheckpointError(_explain(error, folder), _mend(error, folder)) from None
+        raise CheckpointError(_explain(error, folder), how_to_write(error, folder)) from None
 
 
 def _explain(error: OSError, folder: Path) -> str:
     return f"cannot write checkpoints in {folder}: {error.strerror or error}"
-
-
-def _mend(error: OSError, folder: Path) -> str:
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return f"give the folder to this user: sudo chown -R {os.getuid()}:{os.getgid()} {folder}"
-    if error.errno == errno.ENOSPC:
-        return "free some space, or set NANOCHAT_BASE_DIR to a bigger disk"
-    return "set NANOCHAT_BASE_DIR to a folder that can be written"
 
 
 def save(
@@ -160,7 +152,7 @@ def save(
         cause = error if isinstance(error, OSError) else error.__context__
         if not isinstance(cause, OSError):
             raise
-        raise CheckpointError(_explain(cause, folder), _mend(cause, folder)) from None
+        raise CheckpointError(_explain(cause, folder), how_to_write(cause, folder)) from None
     _drop_older(folder, keep_last)
     return folder / marker_name(step)
 

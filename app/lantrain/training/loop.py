@@ -30,7 +30,7 @@ from lantrain.data.packing import RowStream
 from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
 from lantrain.training.config import Config, first_weights
-from lantrain.training.evaluate import evaluate_bpb
+from lantrain.training.evaluate import EvaluationStopped, evaluate_bpb
 from lantrain.training.sample import complete
 from lantrain.training.saving import Saver
 from lantrain.training.start import Setup, leader_does
@@ -136,6 +136,7 @@ class Loop:
         end = self._last_step()
         try:
             with StopSignal() as stop:
+                self.stop = stop
                 if step < end:
                     feed.start(self.balance.shares)
                 code = self._steps(step, end, feed, stop)
@@ -156,7 +157,10 @@ class Loop:
     def _steps(self, step: int, end: int, feed: Feed, stop: StopSignal) -> int:
         while True:
             beacon.tell("evaluate", step)
-            self._evaluate_and_sample(step)
+            try:
+                self._evaluate_and_sample(step)
+            except EvaluationStopped as stopped:
+                return self._stop_after(step, stopped.number)
             if step >= end or self.saver.due_by_step(step) or self.save_asked:
                 self._save(step, final=step >= end)
             self.save_asked = False
@@ -177,13 +181,21 @@ class Loop:
                 gc.freeze()
             self._check_replicas(step)
             if signal_number and step < end:
-                self._save(step, final=True)
-                self._say(f"stopped by {signal.Signals(signal_number).name} after step {step}; --resume auto goes on")
-                beacon.tell("ended", step, "stopped")
-                return 128 + signal_number
+                return self._stop_after(step, signal_number)
         self._say_end(step)
         beacon.tell("ended", step, "done")
         return 0
+
+    def _stop_after(self, step: int, signal_number: int) -> int:
+        self._save(step, final=True)
+        self._say(f"stopped by {signal.Signals(signal_number).name} after step {step}; --resume auto goes on")
+        beacon.tell("ended", step, "stopped")
+        return 128 + signal_number
+
+    def _asked_to_stop(self, step: int) -> int:
+        """The number of a stop signal, for an evaluation, which asks at each of its steps: a sign of life, too."""
+        heartbeat(step)
+        return self.stop.number
 
     def _check_replicas(self, step: int) -> None:
         if step % REPLICA_CHECK_EVERY == 0:
@@ -318,7 +330,7 @@ class Loop:
         args, last = self.args, step >= self.plan.num_iterations
         if args.eval_every > 0 and (last or step % args.eval_every == 0) and step != self.evaluated_step:
             self._save_before_long_evaluation(step)
-            bpb = self._evaluate()
+            bpb = self._evaluate(step)
             self.evaluated_step = self.progress.val_step = step
             self._say(f"Step {step:05d} | Validation bpb: {bpb:.6f}")
             self.progress.val_bpb = bpb
@@ -328,6 +340,8 @@ class Loop:
         if self.ranks.leader and args.sample_every > 0 and step > 0 and (last or step % args.sample_every == 0):
             assert self.setup.tokenizer is not None
             for prompt in PROMPTS:
+                if self.stop.number:
+                    break
                 self._say(complete(self.model, self.setup.tokenizer, prompt, max_tokens=SAMPLE_TOKENS, temperature=0.0))
 
     def _save_before_long_evaluation(self, step: int) -> None:
@@ -336,7 +350,7 @@ class Loop:
         if broadcast_json(seconds > LONG_EVALUATION_SECONDS, self.ranks) and self.args.save_minutes > 0:
             self._save(step, final=False)
 
-    def _evaluate(self) -> float:
+    def _evaluate(self, step: int) -> float:
         per_step = min(self.plan.rows, self.plan.eval_rows)
         steps = self.plan.eval_rows // per_step
         source = None
@@ -346,7 +360,14 @@ class Loop:
             source = FixedRows(self.validation, per_step)
         feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0, tag=1)
         feed.start(self.balance.split(per_step))
-        bpb = evaluate_bpb(self.model, feed, steps, self.setup.token_bytes, self.args.device_batch_size, self.ranks)
+        try:
+            bpb = evaluate_bpb(
+                self.model, feed, steps, self.setup.token_bytes, self.args.device_batch_size, self.ranks,
+                lambda: self._asked_to_stop(step),
+            )  # fmt: skip
+        except EvaluationStopped:
+            feed.close()
+            raise
         feed.close()
         return bpb
 

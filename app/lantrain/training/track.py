@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lantrain.errors import UserError
+from lantrain.paths import how_to_write
 
 EMA_BETA = 0.9
 UNTIMED_STEPS = 10
@@ -156,8 +157,7 @@ class Metrics:
                 kept += len(line)
             os.ftruncate(self._file.fileno(), kept)
         except OSError as error:
-            mend = "see who owns it: ls -l; what is free: df"
-            raise UserError(f"cannot write {path}: {error.strerror}", mend) from None
+            raise UserError(f"cannot write {path}: {error.strerror}", how_to_write(error, path.parent)) from None
 
     def add(self, **values: Any) -> None:
         """Append one record; its key `step` is the number of finished steps."""
