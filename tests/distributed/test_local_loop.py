@@ -38,7 +38,7 @@ def test_run_learns_about_as_much_as_step_by_step(world: int, extra: list[str], 
     local = run_ranks(world, corpus, [*LOCAL, *extra], tag=tag).ok()
     assert len(local.losses) == STEPS
     assert abs(local.losses[0] - math.log(512)) < 0.01
-    assert local.losses[-1] < local.losses[0] - 0.2
+    assert local.losses[-1] < local.losses[0] - 0.1
     assert _rounds(local) == ([5, 10, 15, 20, 24] if world > 1 else [])
     step = run_ranks(1, corpus, [*LOCAL, *extra[-1:], "--sync=step", "--shares=1"], tag=f"{tag}step").ok()
     assert sum(local.losses[-5:]) / sum(step.losses[-5:]) < 1.05

@@ -21,6 +21,7 @@ from lantrain.optim.schedule import (
     scaled_weight_decay,
 )
 from lantrain.training.config import Config, check_batch, evaluation_rows, first_weights
+from lantrain.training.local_plan import local_lines
 from lantrain.training.wire_plan import wire_lines
 
 
@@ -116,6 +117,10 @@ def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
         yield (
             f"Synchronised: --sync {args.sync}; local rounds of {args.local_steps} steps, changes in {args.delta_bits} "
             f"bits, outer learning rate {args.outer_lr:g} and momentum {args.outer_momentum:g}"
+        )
+    if args.dry_run and args.sync != "step":
+        yield from local_lines(
+            plan.model, plan.counts, plan.rows, local_steps=args.local_steps, bits=args.delta_bits, world=world
         )
     scaling = _scaling_params(plan.counts)
     tokens = plan.total_batch * plan.num_iterations
