@@ -149,7 +149,7 @@ class ShardedOptimizer:
         """
         self.steps += 1
         self.send_gradients()
-        self.tables.update(rows, step=self.steps, lr_multiplier=lr_multiplier)
+        touched = self.tables.send_rows(rows)
         returning: list[Callable[[], Iterator[tuple[Piece, Tensor]]]] = []
         for bucket, arrived in enumerate(self._pending):
             for piece, gradient in arrived().items():
@@ -158,6 +158,8 @@ class ShardedOptimizer:
             if self.ranks.world > 1:
                 returning.append(self.wire.send_weights(bucket, self._weights))
         self._pending.clear()
+        # The tables are large, and updated alike everywhere: there is time for that while the weights travel.
+        self.tables.update(touched(), step=self.steps, lr_multiplier=lr_multiplier)
         for returned in returning:
             for piece, values in returned():
                 view = self._view(piece)

@@ -6,7 +6,7 @@ its own copy: at depth 8 that keeps 84 of 126 million gradients off the wire.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 import torch.distributed as dist
@@ -30,10 +30,42 @@ class Tables:
         # Zeros but for the rows of the step that is being taken; tables of one shape take turns.
         self._dense = {param.shape: torch.zeros_like(param) for param in self.params.values()}
 
+    def send_rows(self, rows: EmbeddingRows | None) -> Callable[[], list[tuple[Tensor, list[Tensor]]]]:
+        """Start sending this rank's touched `rows` (None: it had none) to all others. Collective.
+
+        The returned function waits, and gives every rank's touched ids (U,) and their fp32 gradients, one (U, C) a
+        table, in rank order.
+        """
+        widths = [param.shape[1] for param in self.params.values()]
+        ids = rows.ids if rows is not None else torch.empty(0, dtype=torch.int64)
+        gradients = [self._gradient(rows, name) for name in self.params]
+        if self.ranks.world == 1:
+            return lambda: [(ids, gradients)]
+        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world)]
+        dist.all_gather(counts, torch.tensor([ids.numel()]))
+        everyone, works = [], []
+        for rank, count in enumerate(int(count) for count in counts):
+            if rank == self.ranks.rank:
+                # Rounded here as well: every rank adds the same numbers.
+                payload, theirs = torch.cat(gradients, dim=1).to(self.narrow), ids.int()
+            else:
+                payload = torch.empty(count, sum(widths), dtype=self.narrow)
+                theirs = torch.empty(count, dtype=torch.int32)
+            if count:
+                works.append(dist.broadcast(theirs, rank, async_op=True))
+                works.append(dist.broadcast(payload.view(torch.uint8), rank, async_op=True))
+            everyone.append((theirs, payload))
+
+        def wait() -> list[tuple[Tensor, list[Tensor]]]:
+            for work in works:
+                work.wait()
+            return [(theirs.long(), list(payload.float().split(widths, dim=1))) for theirs, payload in everyone]
+
+        return wait
+
     @torch.no_grad()
-    def update(self, rows: EmbeddingRows | None, *, step: int, lr_multiplier: float) -> None:
-        """One AdamW step on all tables from every rank's `rows` (None: this rank had none). Collective."""
-        touched = self._exchange(rows)
+    def update(self, touched: list[tuple[Tensor, list[Tensor]]], *, step: int, lr_multiplier: float) -> None:
+        """One AdamW step on all tables from what `send_rows` gathered: the same on every rank."""
         for column, (name, param) in enumerate(self.params.items()):
             group, dense = self.groups[name], self._dense[param.shape]
             for ids, gradients in touched:
@@ -45,31 +77,6 @@ class Tables:
             )  # fmt: skip
             for ids, _ in touched:
                 dense[ids] = 0.0
-
-    def _exchange(self, rows: EmbeddingRows | None) -> list[tuple[Tensor, list[Tensor]]]:
-        """Every rank's touched ids (U,) and their fp32 gradients, one (U, C) a table, in rank order."""
-        widths = [param.shape[1] for param in self.params.values()]
-        ids = rows.ids if rows is not None else torch.empty(0, dtype=torch.int64)
-        gradients = [self._gradient(rows, name) for name in self.params]
-        if self.ranks.world == 1:
-            return [(ids, gradients)]
-        counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world)]
-        dist.all_gather(counts, torch.tensor([ids.numel()]))
-        result, works = [], []
-        for rank, count in enumerate(int(count) for count in counts):
-            if rank == self.ranks.rank:
-                # Rounded here as well: every rank adds the same numbers.
-                payload, theirs = torch.cat(gradients, dim=1).to(self.narrow), ids.int()
-            else:
-                payload = torch.empty(count, sum(widths), dtype=self.narrow)
-                theirs = torch.empty(count, dtype=torch.int32)
-            if count:
-                works.append(dist.broadcast(theirs, rank, async_op=True))
-                works.append(dist.broadcast(payload.view(torch.uint8), rank, async_op=True))
-            result.append((theirs, payload))
-        for work in works:
-            work.wait()
-        return [(theirs.long(), list(payload.float().split(widths, dim=1))) for theirs, payload in result]
 
     def _gradient(self, rows: EmbeddingRows | None, name: str) -> Tensor:
         width = self.params[name].shape[1]
