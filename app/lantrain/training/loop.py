@@ -29,6 +29,7 @@ from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
 from lantrain.data.packing import RowStream
 from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
+from lantrain.training.checkpoint import CheckpointError
 from lantrain.training.config import Config, first_weights
 from lantrain.training.evaluate import EvaluationStopped, evaluate_bpb
 from lantrain.training.sample import complete
@@ -187,7 +188,12 @@ class Loop:
         return 0
 
     def _stop_after(self, step: int, signal_number: int) -> int:
-        self._save(step, final=True)
+        try:
+            self._save(step, final=True)
+        except CheckpointError as error:
+            if signal_number == signal.SIGUSR1:  # the launcher's: the next generation goes on from the last checkpoint
+                error.exit_code = LOST_PEER_EXIT
+            raise
         self._say(f"stopped by {signal.Signals(signal_number).name} after step {step}; --resume auto goes on")
         beacon.tell("ended", step, "stopped")
         return 128 + signal_number
