@@ -45,8 +45,8 @@ def clean_host(text: str | None) -> str:
 
 
 def resolve(host: str) -> str:
-    """The address of `host`, IPv4 before IPv6. Raises UserError when it has none, with exit code 1 where the name
-    service did not answer: a machine that is starting up may have none yet.
+    """The IPv4 address of `host`. Raises UserError when it has none, with exit code 1 where the name service did not
+    answer: a machine that is starting up may have none yet.
     """
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
@@ -57,8 +57,13 @@ def resolve(host: str) -> str:
             "use the address that the master printed: make up-worker HOST=...",
             LOST_PEER_EXIT if getattr(error, "errno", None) == socket.EAI_AGAIN else USER_ERROR_EXIT,
         ) from None
-    found.sort(key=lambda entry: entry[0] != socket.AF_INET)
-    return str(found[0][4][0])
+    addresses = [str(entry[4][0]) for entry in found if entry[0] == socket.AF_INET]
+    if not addresses:
+        raise UserError(
+            f"HOST={host} has only an IPv6 address ({found[0][4][0]}), and the machines of a run meet over IPv4",
+            "give the IPv4 address that the master printed: make up-worker HOST=192.168.1.36",
+        )
+    return addresses[0]
 
 
 @dataclass(frozen=True)

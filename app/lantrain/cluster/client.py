@@ -71,11 +71,12 @@ class HubClient:
         if not isinstance(value, dict):
             # uvicorn's own 503 when it is busy, a proxy, or another program.
             raise httpx2.RemoteProtocolError(f"{answer.status_code} without JSON: not lantrain's hub, or it is busy")
-        if answer.status_code in (401, 403, 409, 413, 422, 503):
+        if answer.status_code in (401, 403, 409, 412, 413, 422, 503):
             detail = value.get("detail", "")
             mend = {
                 401: "give the master's token: TOKEN=...",
                 403: "on the master: make up-master ALLOW=<this network>",
+                412: "on the master: make up-master ATEN_CPU_CAPABILITY=default, slower on all; or leave this one out",
                 409: "use the same version on both machines: git pull && make image",
             }.get(answer.status_code, "see the master's log: make logs")
             raise HubRefused(f"the master says no: {detail or answer.status_code}", mend)
@@ -144,6 +145,11 @@ class HubClient:
         if post:
             options["json"] = body or {}
         return self._ask("POST" if post else "GET", f"/probes/{name}", **options)
+
+    def answer_peer(self, task: str, ports: list[int], tried: list[dict[str, Any]]) -> None:
+        """What this worker has done of a probe that the hub asked for (hub_peers.py)."""
+        body = {"node": self.node, "task": task, "ports": ports, "tried": tried}
+        self._ask("POST", "/probes/peer-answer", json=body, headers={"x-secret": self.secret}, timeout=PROBE_SECONDS)
 
     @contextlib.contextmanager
     def stream(self) -> Iterator[Iterator[bytes]]:

@@ -24,6 +24,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 import lantrain
 from lantrain.cluster.admission import Admission
+from lantrain.cluster.hub_peers import PeerDesk, peer_routes
 from lantrain.cluster.hub_probes import probe_routes
 from lantrain.cluster.membership import Membership, Report
 from lantrain.errors import UserError
@@ -63,6 +64,8 @@ class NodeInfo(_Strict):
     memory_mib: Annotated[int, Field(ge=0)] = 0
     gemm_gflops: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     dtype: Word = "float32"
+    cpu: Word = ""
+    update: Word = ""
     link_mbs: Annotated[float, Field(ge=0, le=1e6)] = 0.0
     round_trip_ms: Annotated[float, Field(ge=0, le=1e6)] = 0.0
 
@@ -108,6 +111,18 @@ class RunSettings:
     environment: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Arithmetic:
+    """The master's CPU class and the digest of its updates (arithmetic.py), and what ATEN_CPU_CAPABILITY limits it to.
+
+    All empty until the master has measured itself: then nothing is compared.
+    """
+
+    cpu: str = ""
+    update: str = ""
+    capability: str = ""
+
+
 def shares_for(arguments: list[str], world: int, rates: list[float]) -> list[str]:
     """`arguments` for `world` ranks: the user's --shares if it fits, else --rates to start from (GFLOP/s a rank).
 
@@ -137,6 +152,8 @@ class Hub:
         self.lock = threading.Lock()
         self.started = time.time()
         self.going_down = False
+        self.arithmetic = Arithmetic()
+        self.peers = PeerDesk()
         self.end_asked = ""
         self.end_answered = threading.Event()
 
@@ -153,6 +170,9 @@ class Hub:
             theirs = getattr(request.info, item)
             if value and theirs != value:
                 raise HTTPException(409, f"{item} differs: {theirs or 'unknown'} there, {value} on the master")
+        if self.arithmetic.update and request.info.update != self.arithmetic.update:
+            cpus = f"{request.info.cpu or 'unknown'} there, {self.arithmetic.cpu} on the master"
+            raise HTTPException(412, f"the optimizer's bits differ: {cpus}")
         with self.lock:
             if len(self.membership.nodes) >= MAX_NODES:
                 raise HTTPException(503, f"there are {MAX_NODES} nodes already")
@@ -167,7 +187,8 @@ class Hub:
                 return {"order": "away"}
             self._node(request.node, secret)
             order = self.membership.beat(request.node, report)
-        return self.with_settings(order)
+        asked = self.peers.orders_for(request.node)
+        return self.with_settings({**order, "peers": asked} if asked else order)
 
     def with_settings(self, order: dict[str, Any]) -> dict[str, Any]:
         """An order that starts a generation, with all that torchrun needs; others as they are."""
@@ -276,6 +297,7 @@ def build_app(hub: Hub) -> FastAPI:
         return {}
 
     app.include_router(probe_routes(hub))
+    app.include_router(peer_routes(hub))
     return app
 
 

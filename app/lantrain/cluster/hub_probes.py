@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 import lantrain
 from lantrain.cluster.addresses import interfaces
-from lantrain.cluster.probes import Attempt, State
+from lantrain.cluster.probes import Attempt, HighPort, State, TriedPort
 from lantrain.cluster.probes_mend import firewall_seen, first_ephemeral_port, lan_of, open_firewall, port_range
 from lantrain.cluster.probes_ports import (
     CONNECT_SECONDS,
@@ -57,8 +57,6 @@ REPEAT_SECONDS = 60.0
 
 BUSY = "too many probes at one time; try again in some seconds"
 
-HighPort = Annotated[int, Field(ge=1024, le=65535)]
-
 
 class _Strict(BaseModel):
     model_config = ConfigDict(extra="forbid")
@@ -70,18 +68,11 @@ class ConnectRequest(_Strict):
     ports: Annotated[list[HighPort], Field(min_length=1, max_length=HIGH_PORTS)]
 
 
-class BlockedPort(_Strict):
-    """A port of the master that the caller tried."""
-
-    port: HighPort
-    state: Literal["open", "refused", "unreachable", "filtered"]
-
-
 class BlockedRequest(_Strict):
     """What a worker could not reach: the master's log then says what to type there."""
 
     probe: Literal["train-port", "ports-to-master"]
-    ports: Annotated[list[BlockedPort], Field(min_length=1, max_length=HIGH_PORTS)]
+    ports: Annotated[list[TriedPort], Field(min_length=1, max_length=HIGH_PORTS)]
 
 
 class Facts(_Strict):
@@ -99,6 +90,9 @@ class Facts(_Strict):
     running: bool
     need: dict[str, int]
     sends_mib: int
+    cpu: str = ""
+    update: str = ""
+    capability: Annotated[str, Field(max_length=16, pattern="^[a-z0-9_]*$")] = ""
 
 
 class Doors:
@@ -257,7 +251,7 @@ class ProbeDesk:
             lantrain=lantrain.__version__, code=hub.code, torch=str(torch.__version__), time=time.time(),
             host=platform.node(), address=hub.settings.master_address, train_port=hub.settings.master_port,
             first_ephemeral=first_ephemeral_port(), firewall=self.firewall, running=not self.gathering,
-            need=need.parts if need else {}, sends_mib=need.sends if need else 0,
+            need=need.parts if need else {}, sends_mib=need.sends if need else 0, **vars(hub.arithmetic),
         )  # fmt: skip
 
     def say_blocked(self, request: BlockedRequest, caller: str, hub_port: int) -> None:

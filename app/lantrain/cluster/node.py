@@ -26,11 +26,12 @@ from lantrain.cluster.agent import BEAT_SECONDS, Agent, Ended
 from lantrain.cluster.client import HubClient, HubRefused, why_unreachable
 from lantrain.cluster.cores import usable_cores
 from lantrain.cluster.engine import adopt_orphans
-from lantrain.cluster.hub import DEFAULT_PORT, Hub, HubServer, NodeInfo, RunSettings
+from lantrain.cluster.hub import DEFAULT_PORT, Arithmetic, Hub, HubServer, NodeInfo, RunSettings
 from lantrain.cluster.interfaces import interface_with_address, local_address_towards
 from lantrain.cluster.membership import Limits, Membership, duration
 from lantrain.cluster.predict import chooser
 from lantrain.cluster.preflight import check_before_joining, check_master_network, check_master_room
+from lantrain.cluster.probes_between import Answering
 from lantrain.cluster.probes_here import refuse_loopback
 from lantrain.cluster.probes_room import vocabulary
 from lantrain.errors import UserError
@@ -55,7 +56,7 @@ def code_fingerprint() -> str:
     """A short hash of this package's sources: two machines with different code do not train together."""
     digest = hashlib.sha256()
     root = Path(lantrain.__file__).parent
-    for path in sorted(root.rglob("*.py")):
+    for path in sorted(path for path in root.rglob("*") if path.suffix in (".py", ".cpp", ".h")):
         digest.update(str(path.relative_to(root)).encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
@@ -64,6 +65,7 @@ def describe_node(interface: str) -> NodeInfo:
     """This machine, as the node table shows it."""
     import torch
 
+    from lantrain.cluster.arithmetic import cpu_class, update_digest
     from lantrain.cluster.cores import choose_threads
     from lantrain.cluster.gemm import choose_dtype, gemm_rate
 
@@ -74,7 +76,7 @@ def describe_node(interface: str) -> NodeInfo:
         version=lantrain.__version__, code=code_fingerprint(), torch=str(torch.__version__),
         python=platform.python_version(), interface=interface, cores=usable_cores(), threads=threads,
         memory_mib=int(psutil.virtual_memory().available / 2**20), gemm_gflops=round(gemm_rate(dtype) / 1e9, 1),
-        dtype=str(dtype).removeprefix("torch."),
+        dtype=str(dtype).removeprefix("torch."), cpu=cpu_class(), update=update_digest(),
     )  # fmt: skip
 
 
@@ -166,6 +168,7 @@ def run_master(options: MasterOptions) -> int:
                 membership.choose = chooser(arguments, vocabulary())
         info = describe_node(here.name)
         with hub.lock:
+            hub.arithmetic = Arithmetic(info.cpu, info.update, os.environ.get("ATEN_CPU_CAPABILITY", ""))
             node = membership.join(platform.node(), here.address, info.model_dump(), master=True)
         return _lead(hub, Agent(say), node.id, stop)
     finally:
@@ -316,7 +319,7 @@ def _wait_for_return(client: HubClient, stop: StopRequest, seconds: float, patie
 
 def _follow(client: HubClient, agent: Agent, stop: StopRequest, options: WorkerOptions) -> Ended | str:
     """Report and obey until the run ends (Ended), or until the hub is lost or this node must stop (why, in words)."""
-    heard = time.monotonic()
+    heard, peers = time.monotonic(), Answering(client, local_address_towards(client.address), say)
     while not stop.wait(BEAT_SECONDS):
         try:
             order = client.beat(agent.report())
@@ -328,6 +331,7 @@ def _follow(client: HubClient, agent: Agent, stop: StopRequest, options: WorkerO
                 return f"the master has been silent for {silent:.0f} s"
             continue
         heard = time.monotonic()
+        peers.take(order.pop("peers", []))
         if order["order"] == "join":
             return "the master no longer knows this node"
         if order["order"] == "away":
@@ -382,7 +386,7 @@ def with_resume(arguments: list[str]) -> list[str]:
 
 def trainer_environment() -> dict[str, str]:
     """Variables of the master that every trainer must share: the ranks compare them."""
-    return {name: os.environ[name] for name in ("NANOCHAT_DTYPE",) if os.environ.get(name)}
+    return {name: os.environ[name] for name in ("NANOCHAT_DTYPE", "ATEN_CPU_CAPABILITY") if os.environ.get(name)}
 
 
 def split_arguments(text: str) -> list[str]:

@@ -16,12 +16,13 @@ from pathlib import Path
 import httpx2
 from pydantic import ValidationError
 
-from lantrain.cluster import probes_here, probes_peer, probes_ports, probes_room
+from lantrain.cluster import arithmetic, probes_here, probes_peer, probes_ports, probes_room
 from lantrain.cluster.addresses import Interface, interfaces
 from lantrain.cluster.client import HubClient
 from lantrain.cluster.hub import NodeInfo
 from lantrain.cluster.hub_probes import Facts
 from lantrain.cluster.probes import RETRYABLE, Attempt, Result, failed
+from lantrain.cluster.probes_between import peer_probes
 from lantrain.cluster.probes_mend import firewall_seen, lan_of, lan_towards, open_firewall, port_range
 from lantrain.cluster.probes_ports import listening, try_connect, try_ports
 from lantrain.errors import UserError
@@ -171,6 +172,7 @@ def compare(sides: Sides, info: NodeInfo, asked: float) -> list[Result]:
     from lantrain.cluster.gemm import native_bf16
 
     results = [probes_peer.versions(info, sides.facts.model_dump()), probes_peer.clock(sides.facts.time, asked)]
+    results.append(probes_peer.arithmetic(info, sides.facts.cpu, sides.facts.update))
     if sides.facts.need:
         results.append(probes_room.memory(sides.facts.need))
     return [*results, probes_peer.gemm(info, native_bf16())]
@@ -181,10 +183,15 @@ def worker_probes(client: HubClient, info: NodeInfo) -> tuple[list[Result], Node
     before = time.time()
     facts = ask_facts(client)
     sides = Sides(client, facts, probes_here.on_route(facts.address))
+    if facts.capability:  # the master's trainers, and with them all, are limited to it
+        cpu, update = arithmetic.under(facts.capability)
+        info = info.model_copy(update={"cpu": cpu, "update": update})
     results = [*local_probes(facts.address), *compare(sides, info, (before + time.time()) / 2)]
     if failed(result for result in results if result.name == "route"):
         return results, info, sides
     results += port_probes(sides)
+    if not failed(results):
+        results += peer_probes(client, sides.used)
     if not info.link_mbs and not failed(results):
         mbs, milliseconds = measure_link(client)
         info = info.model_copy(update={"link_mbs": mbs, "round_trip_ms": milliseconds})

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
 
 Status = Literal["ok", "warn", "fail"]
 State = Literal["open", "refused", "unreachable", "filtered"]
@@ -26,8 +28,11 @@ PROBES = {
     "train-port": "a connection to torchrun's port on the master",
     "ports-to-master": "connections from this machine to random high ports of the master",
     "ports-to-worker": "connections from the master to random high ports of this machine",
+    "ports-to-workers": "connections from this machine to random high ports of the workers that are there",
+    "ports-from-workers": "connections from those workers to random high ports of this machine",
     "clock": "the difference between the two clocks",
     "versions": "code, lantrain and torch, compared with the master's",
+    "arithmetic": "the bits of the optimizer's update, compared with the master's",
     "memory": "free memory against what a rank of this run needs",
     "disk": "free disk on the master against what checkpoints need",
     "link": "bytes a second from the master, and the round trip",
@@ -35,8 +40,20 @@ PROBES = {
 }
 """Every probe, with what it looks at."""
 
-RETRYABLE = frozenset({"train-port", "ports-to-master", "ports-to-worker"})
+RETRYABLE = frozenset({"train-port", "ports-to-master", "ports-to-worker", "ports-to-workers", "ports-from-workers"})
 """Mended by a command while the worker waits: it tries these again by itself."""
+
+
+HighPort = Annotated[int, Field(ge=1024, le=65535)]
+
+
+class TriedPort(BaseModel):
+    """A port that was tried, as it travels between machines."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    port: HighPort
+    state: State
 
 
 @dataclass(frozen=True)

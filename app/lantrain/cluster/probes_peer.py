@@ -41,6 +41,19 @@ def versions(info: NodeInfo, master: dict[str, str]) -> Result:
     return Result("versions", "fail", tried, seen, means, {"": "git pull && make image"}, "both machines")
 
 
+def arithmetic(info: NodeInfo, cpu: str, update: str) -> Result:
+    """Compare the bits of this machine's optimizer with those of the master, whose class is `cpu`."""
+    tried = "made the same updates as the master"
+    if not update or info.update == update:
+        return Result("arithmetic", "ok", tried, f"{info.cpu}, the same bits as the master's {cpu}".strip())
+    seen = f"{info.cpu} here gives other bits than the master's {cpu}"
+    means = "embedding tables are updated on every rank and have to stay equal to the last bit"
+    mend = {"": "make up-master ATEN_CPU_CAPABILITY=default (slower on every machine), or leave this machine out"}
+    if info.cpu.split(" ")[0] != cpu.split(" ")[0]:
+        mend = {"": "use machines of one architecture in a run"}
+    return Result("arithmetic", "fail", tried, seen, means, mend, "the master")
+
+
 def round_trip(ask: Callable[[], object]) -> float:
     """Milliseconds of one question and answer: the median of some, after one that opens the connection."""
     ask()

@@ -68,7 +68,9 @@ def test_a_name_without_an_address_is_an_error() -> None:
 
 def test_addresses_resolve_to_themselves() -> None:
     assert resolve("192.168.1.36") == "192.168.1.36"
-    assert resolve("fd00::36") == "fd00::36"
+    with pytest.raises(UserError, match=r"fd00::36 has only an IPv6 address .*HOST=192") as error:
+        resolve("fd00::36")
+    assert error.value.exit_code == 2, "starting again would not help"
 
 
 ROUTES = """\

@@ -16,7 +16,7 @@ import pytest
 import lantrain
 from lantrain.cluster.admission import Admission
 from lantrain.cluster.client import HubClient, HubRefused, why_unreachable
-from lantrain.cluster.hub import MAX_BODY, MAX_NODES, Hub, HubServer, NodeInfo, RunSettings, shares_for
+from lantrain.cluster.hub import MAX_BODY, MAX_NODES, Arithmetic, Hub, HubServer, NodeInfo, RunSettings, shares_for
 from lantrain.cluster.membership import Membership, Report
 from lantrain.cluster.node import with_resume
 from lantrain.errors import UserError
@@ -112,6 +112,14 @@ def test_another_version_is_refused_with_both_values(served: Served, item: str, 
         served.client().join("i5", info(**{item: theirs}))
     assert "git pull" in no.value.mend
     assert served.client().status()["nodes"] == []
+
+
+def test_a_node_that_computes_other_bits_is_refused_with_what_to_type(served: Served) -> None:
+    served.hub.arithmetic = Arithmetic("x86_64 AVX512", "ab")
+    with pytest.raises(HubRefused, match=r"x86_64 DEFAULT there, x86_64 AVX512 on the master.*ATEN_CPU_CAPABILITY"):
+        served.client().join("i5", info(cpu="x86_64 DEFAULT", update="cd"))
+    assert served.client().status()["nodes"] == []
+    served.client().join("i5", info(cpu="x86_64 AVX2", update="ab"))
 
 
 def test_wrong_secret_changes_nothing(served: Served) -> None:
