@@ -10,7 +10,7 @@ import os
 import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -87,9 +87,7 @@ def volume(client: docker.DockerClient) -> Iterator[str]:
     try:
         yield made.name
     finally:
-        # The session's sweep may have been first: the client fixture exists once for each folder that shares it.
-        with suppress(docker.errors.NotFound):
-            made.remove(force=True)
+        made.remove(force=True)
 
 
 def copy_volume(client: docker.DockerClient, image: str, source: str, target: str) -> None:

@@ -11,12 +11,8 @@ import docker
 import pytest
 
 from tests.containers import engine
-from tests.containers.conftest import client, image, pytest_runtest_makereport
-from tests.distributed.conftest import corpus
 from tests.faults.hosts import Check, Lan, archive, flags
 from tests.faults.hosts import lan as make_lan
-
-__all__ = ["client", "corpus", "image", "pytest_runtest_makereport"]
 
 TIMES: pytest.StashKey[list[str]] = pytest.StashKey()
 

@@ -15,6 +15,7 @@ import re
 import signal
 import socket
 import struct
+import subprocess
 import tarfile
 import time
 from collections.abc import Callable, Iterator
@@ -141,6 +142,13 @@ class Host:
         (card,) = (card for card in Path("/sys/class/net").iterdir() if (card / "ifindex").read_text().strip() == index)
         set_link(card.name, up={"up": True, "down": False}[state])
 
+    def in_its_network(self, *command: str) -> None:
+        """Run a program of the test's machine in the container's network, with root's rights."""
+        done = subprocess.run(
+            ["nsenter", "--target", str(self.state()["Pid"]), "--net", *command], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+
     def exec(self, line: str) -> str:
         code, output = self.container.exec_run(["bash", "-c", line])
         assert code == 0, f"{line}: exit {code}\n{output.decode()}"
@@ -249,8 +257,18 @@ class Lan:
             lambda: any(r["time"] > since and r["ranks"] == ranks for r in self.records()), f"step of {ranks} ranks"
         )
 
-    def generation(self) -> int:
-        return max(map(int, re.findall(r"^\[lantrain\] generation (\d+): \d+ ranks", self.master.logs(), re.MULTILINE)))
+    def generations(self) -> list[int]:
+        """Ranks of every generation that was started, in order, also by a master before it was restarted."""
+        return [
+            int(ranks) for ranks in re.findall(r"^\[lantrain\] generation \d+: (\d+) ranks", self.master.logs(), re.M)
+        ]
+
+    def until_again(self, ranks: int, after: int) -> None:
+        """Until one more than `after` generations were started, the last of them with `ranks`, and it makes steps."""
+        self.until(
+            lambda: len(found := self.generations()) > after and found[-1] == ranks, f"a generation of {ranks} ranks"
+        )
+        self.until_ranks(ranks, time.time())
 
     def records(self) -> list[dict[str, Any]]:
         """One object a step, from the master's metrics file; a line that is being written does not count."""
