@@ -9,8 +9,8 @@ a guide for yes or no; benchmarks/scaling.py compares it with real runs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from lantrain.cluster.balance import longest
@@ -21,10 +21,16 @@ EFFICIENCY = 0.6
 """Model FLOP/s of forward and backward as a share of the GEMM rate of joining (docs/log.md: 0.55 to 0.65)."""
 ELEMENT_SECONDS = 1e-9
 """Update of one element by AdamW, and what belongs to it: sum, copy. A quarter to a half of this was measured alone."""
-TOUCHED = 0.4
-"""Different tokens in a rank's rows as a share of its tokens, where these are few thousand."""
+TOUCHED, TOUCHED_POWER = 2.2, 0.75
+"""Different tokens in n tokens of text: 2.2 n^0.75, a third of 2048 and a fifth of 16384 (training/wire_plan.py)."""
+HIDDEN = 0.5
+"""Share of the gradients' way that a backward pass can hide, and of a micro-batch's time that may go by meanwhile."""
 EXCHANGES = 8
 """Round trips of a step that nothing hides: the loss, counts of touched rows, and the starts of the others."""
+
+
+MANY_NODES = 16
+"""Up to so many, owners are laid out for each set that is looked at; beyond, they are taken to be in proportion."""
 
 
 @dataclass(frozen=True)
@@ -56,6 +62,10 @@ class Work:
     vocabulary: int
     wire_bytes: int = 4
     """Bytes of a value on the wire."""
+    micro_rows: int = 0
+    """Rows of the last micro-batch, whose backward pass hides the first gradients' way. 0: nothing hides them."""
+    owned: Callable[[Sequence[float]], Sequence[float]] | None = None
+    """Dense parameters of each owner, for nodes of these speeds. None: in proportion to the speeds."""
 
 
 @dataclass(frozen=True)
@@ -86,21 +96,25 @@ def step_seconds(work: Work, nodes: Sequence[Speed], seconds_per_row: Sequence[f
     rows = soonest_rows(work.rows, per_row)
     total = sum(node.flops for node in nodes)
     own = [node.flops / total for node in nodes]  # owners are chosen by speed
+    if work.owned is not None and world > 1:
+        own = [parameters / work.dense for parameters in work.owned([node.flops for node in nodes])]
     elements = work.tables + work.dense * max(own)
     update = work.update_flops / (EFFICIENCY * total) + ELEMENT_SECONDS * elements
     if world == 1:
         return Prediction(longest(rows, per_row), update, 0.0, 0.0, rows)
     links = [node.link for node in nodes]
     links[0] = max(links)
-    touched = [min(work.vocabulary, TOUCHED * count * work.row_tokens) for count in rows]
+    touched = [min(work.vocabulary, TOUCHED * (count * work.row_tokens) ** TOUCHED_POWER) for count in rows]
     dense, row_bytes = work.dense * work.wire_bytes, work.width * work.wire_bytes + 4
     most, wire = 0.0, 0.0
     for rank in range(world):
-        out = (1 - own[rank]) * dense, own[rank] * dense * (world - 1), touched[rank] * row_bytes * (world - 1)
-        back = own[rank] * dense * (world - 1), (1 - own[rank]) * dense, (sum(touched) - touched[rank]) * row_bytes
-        carried = sum(max(there, here) for there, here in zip(out, back, strict=True))  # links are full duplex
-        if carried / links[rank] > wire:
-            most, wire = carried, carried / links[rank]
+        # Each way of a full-duplex link: what goes to the owners, or comes from all to this one; weights the other way.
+        there, here = (1 - own[rank]) * dense, own[rank] * dense * (world - 1)
+        looked_up = max(touched[rank] * (world - 1), sum(touched) - touched[rank]) * row_bytes
+        carried = 2 * max(there, here) + looked_up
+        hidden = min(HIDDEN * max(there, here) / links[rank], HIDDEN * per_row[rank] * min(work.micro_rows, rows[rank]))
+        if carried / links[rank] - hidden > wire:
+            most, wire = carried, carried / links[rank] - hidden
     return Prediction(
         longest(rows, per_row), update, wire + EXCHANGES * max(node.round_trip for node in nodes), most, rows
     )
@@ -169,12 +183,14 @@ def chooser(arguments: list[str], vocab_size: int) -> Choose:
     if getattr(parse(arguments).args, "sync", "step") != "step":
         return lambda nodes: (nodes, {})
     work = work_of(arguments, vocab_size)
+    rough = replace(work, owned=None)
 
     def choose(nodes: list[Node]) -> tuple[list[Node], dict[str, str]]:
         speeds = [speed_of(node.info) for node in nodes]
-        kept = worth_having(work, speeds)
+        figures = work if len(nodes) <= MANY_NODES else rough
+        kept = worth_having(figures, speeds)
         why = {
-            node.id: f"{why_left_out(work, speeds, kept, i)}; KEEP_SLOW=1 on the master takes it all the same"
+            node.id: f"{why_left_out(figures, speeds, kept, i)}; KEEP_SLOW=1 on the master takes it all the same"
             for i, node in enumerate(nodes)
             if i not in kept
         }
@@ -196,6 +212,8 @@ def work_of(arguments: list[str], vocab_size: int) -> Work:
     import torch
 
     from lantrain.model.gpt import GPT
+    from lantrain.optim.groups import parameter_groups
+    from lantrain.optim.owners import assign_owners, pieces_of
     from lantrain.training.config import parse
     from lantrain.training.plan import make_plan
 
@@ -209,6 +227,13 @@ def work_of(arguments: list[str], vocab_size: int) -> Work:
         for name, p in model.named_parameters()
         if p.dim() == 2 and name.startswith("transformer.h.")
     ]
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    groups = parameter_groups(model)
+
+    def owned(weights: Sequence[float]) -> list[float]:
+        pieces = pieces_of(shapes, groups, set(tables), len(weights))
+        return [float(sum(piece.numel for piece in mine)) for mine in assign_owners(pieces, weights)]
+
     narrow = getattr(config.args, "wire_dtype", "float32") != "float32"
     return Work(
         rows=plan.rows,
@@ -220,4 +245,6 @@ def work_of(arguments: list[str], vocab_size: int) -> Work:
         width=sum(t.shape[1] for t in tables.values()),
         vocabulary=plan.model.padded_vocab_size,
         wire_bytes=2 if narrow else 4,
+        micro_rows=config.args.device_batch_size,
+        owned=owned,
     )

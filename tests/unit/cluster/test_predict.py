@@ -40,12 +40,23 @@ def test_the_wire_of_two_equal_machines() -> None:
     """Half of the gradients out, half of the weights back, each way of a full-duplex link, and the touched rows."""
     nodes = [Speed(200e9), Speed(200e9, GIGABIT, 0.001)]
     prediction = step_seconds(WORK, nodes)
-    touched = 0.4 * 16 * 512
+    touched = 2.2 * (16 * 512) ** 0.75
     assert prediction.rows == [16, 16]
     assert prediction.bytes == pytest.approx(2 * 6e6 * 4 + touched * (768 * 4 + 4))
     assert prediction.wire == pytest.approx(prediction.bytes / GIGABIT + EXCHANGES * 0.001)
     narrow = step_seconds(replace(WORK, wire_bytes=2), nodes)
     assert narrow.bytes == pytest.approx(prediction.bytes / 2, rel=0.01)
+
+
+def test_owners_as_they_are_laid_out_count_and_backward_hides_a_part() -> None:
+    """One of two owns three quarters: its link carries the others' gradients for them, and its weights."""
+    nodes = [Speed(200e9), Speed(200e9, GIGABIT)]
+    uneven = replace(WORK, owned=lambda weights: [9e6, 3e6])
+    assert step_seconds(uneven, nodes).bytes == pytest.approx(step_seconds(WORK, nodes).bytes + 2 * 3e6 * 4)
+    hidden = step_seconds(replace(WORK, micro_rows=4), nodes)
+    assert step_seconds(WORK, nodes).wire - hidden.wire == pytest.approx(0.5 * 6e6 * 4 / GIGABIT)
+    short = step_seconds(replace(WORK, micro_rows=4, row_flops=1e9), nodes)
+    assert step_seconds(WORK, nodes).wire - short.wire == pytest.approx(0.5 * 4 * 1e9 / (EFFICIENCY * 200e9))
 
 
 def test_whole_rows_limit_what_unequal_machines_reach() -> None:
@@ -108,3 +119,5 @@ def test_the_work_follows_from_the_flags() -> None:
     assert work.width == 3 * 256
     assert 11e6 < work.dense < 12e6
     assert 3e10 < work.row_flops < 5e10
+    assert work.owned is not None
+    assert sum(work.owned([3.0, 1.0, 1.0])) == work.dense
