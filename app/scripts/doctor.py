@@ -16,15 +16,15 @@ from lantrain import settings
 from lantrain.errors import UserError, run_main
 
 if TYPE_CHECKING:
-    from lantrain.cluster.probes import Result
+    from lantrain.probes.result import Result
 
 
 def _own_ports(address: str, hub_port: int) -> Result | None:
     """The result when it is this machine's own master that holds the ports; None when none is up."""
     import httpx2
 
-    from lantrain.cluster.client import HubClient
-    from lantrain.cluster.probes import Result
+    from lantrain.nodes.client import HubClient
+    from lantrain.probes.result import Result
 
     try:
         hello = HubClient(address, hub_port).hello()
@@ -40,10 +40,13 @@ def _own_ports(address: str, hub_port: int) -> Result | None:
 def check_master() -> list[Result]:
     """What a master needs on this machine."""
     from lantrain import paths
-    from lantrain.cluster import preflight, probes_here, probes_peer
     from lantrain.cluster.addresses import own_address
     from lantrain.cluster.gemm import native_bf16
-    from lantrain.cluster.node import describe_node, split_arguments
+    from lantrain.nodes.launcher import describe_node
+    from lantrain.nodes.master import split_arguments
+    from lantrain.probes import compare as probes_peer
+    from lantrain.probes import here as probes_here
+    from lantrain.probes import preflight
     from scripts.node import DEFAULT_TRAIN_ARGS
 
     here = own_address(os.environ.get("ADDRESS", "").strip())
@@ -63,12 +66,15 @@ def check_worker(host: str) -> list[Result]:
     """What a worker of the master at `host` needs. Raises UserError for an address that cannot be one."""
     import httpx2
 
-    from lantrain.cluster import preflight, probes_here, probes_peer, probes_ports
     from lantrain.cluster.addresses import clean_host, resolve
-    from lantrain.cluster.client import HubClient
     from lantrain.cluster.gemm import native_bf16
-    from lantrain.cluster.node import describe_node
-    from lantrain.cluster.probes_mend import lan_towards, open_firewall, port_range
+    from lantrain.nodes.client import HubClient
+    from lantrain.nodes.launcher import describe_node
+    from lantrain.probes import compare as probes_peer
+    from lantrain.probes import here as probes_here
+    from lantrain.probes import ports as probes_ports
+    from lantrain.probes import preflight
+    from lantrain.probes.mend import lan_towards, open_firewall, port_range
 
     address, port = resolve(clean_host(host)), settings.port("HUB_PORT", 29501)
     used = probes_here.on_route(address)
@@ -90,7 +96,7 @@ def check_worker(host: str) -> list[Result]:
 
 def show(results: list[Result]) -> None:
     """The table; below it a line for each warning and a block for each failure."""
-    from lantrain.cluster.probes import table
+    from lantrain.probes.result import table
 
     print(table(results))
     for result in results:

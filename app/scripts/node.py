@@ -17,14 +17,14 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from lantrain.cluster import giving_up
 from lantrain.cluster.addresses import clean_host, resolve
-from lantrain.cluster.membership import Limits
 from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
+from lantrain.nodes import giving_up
+from lantrain.nodes.membership import Limits
 from lantrain.settings import port, positive_integer, positive_number
 
 if TYPE_CHECKING:
-    from lantrain.cluster.client import HubClient
+    from lantrain.nodes.client import HubClient
 
 END_SECONDS = 130.0
 """For `end`: the master takes up to 90 s for its step and checkpoint, and 30 s for its farewell."""
@@ -64,7 +64,7 @@ def _launch(run: Callable[[], int]) -> int:
 
 def _master() -> int:
     from lantrain import paths
-    from lantrain.cluster.node import MasterOptions, run_master, split_arguments
+    from lantrain.nodes.master import MasterOptions, run_master, split_arguments
     from lantrain.training.config import parse
     from scripts.prepare import main as prepare
 
@@ -88,7 +88,7 @@ def _master() -> int:
 
 def _worker(host: str) -> int:
     clean_host(host)  # before torch is loaded
-    from lantrain.cluster.node import WorkerOptions, run_worker
+    from lantrain.nodes.worker import WorkerOptions, run_worker
 
     options = WorkerOptions(
         host, port("HUB_PORT", 29501), os.environ.get("TOKEN", ""), positive_number("WAIT", 600, "seconds"),
@@ -119,8 +119,8 @@ def _await_the_end(client: HubClient) -> int:
 def _ask(command: str, host: str, as_json: bool) -> int:
     import httpx2
 
-    from lantrain.cluster.client import HubClient, why_unreachable
-    from lantrain.cluster.node import node_table
+    from lantrain.nodes.client import HubClient, why_unreachable
+    from lantrain.nodes.master import node_table
 
     hub_port = port("HUB_PORT", 29501)
     client = HubClient(host, hub_port, os.environ.get("TOKEN", ""))

@@ -29,10 +29,11 @@ FIXED = ("29500", "29501")
 
 HUB = f"""
 import signal, time
-from lantrain.cluster.admission import Admission, parse_networks
-from lantrain.cluster.hub import Hub, HubServer, RunSettings
-from lantrain.cluster.membership import Membership
-from lantrain.cluster.node import code_fingerprint
+from lantrain.nodes.admission import Admission, parse_networks
+from lantrain.nodes.hub import Hub, RunSettings
+from lantrain.nodes.hub_server import HubServer
+from lantrain.nodes.membership import Membership
+from lantrain.nodes.launcher import code_fingerprint
 membership = Membership(time.monotonic, 2, lambda line: print(line, flush=True))
 settings = RunSettings("{MASTER}", 29500, {TINY!r})
 hub = Hub(membership, Admission(parse_networks("{LAN}")), settings, code_fingerprint())
@@ -44,9 +45,9 @@ signal.pause()
 
 PORT_PROBES = f"""
 import json
-from lantrain.cluster import preflight, probes_here
-from lantrain.cluster.client import HubClient
-from lantrain.cluster.probes import failed
+from lantrain.probes import preflight, here as probes_here
+from lantrain.nodes.client import HubClient
+from lantrain.probes.result import failed
 client = HubClient("{MASTER}", 29501)
 facts = preflight.ask_facts(client)
 sides = preflight.Sides(client, facts, probes_here.on_route(facts.address))
@@ -311,7 +312,7 @@ def test_hub_behind_a_firewall(lan: Cable, verdict: list[str], seen: str) -> Non
 
 def test_address_that_no_machine_has_is_told_from_a_firewall(lan: Cable) -> None:
     script = """
-from lantrain.cluster.probes_ports import REACH_SECONDS, hub_port, try_connect
+from lantrain.probes.ports import REACH_SECONDS, hub_port, try_connect
 print(hub_port(try_connect("10.77.1.50", 29501, REACH_SECONDS), master="10.77.1.50", mend={}).seen)
 """
     assert "unreachable (No route to host)" in lan.worker.run(sys.executable, "-c", script).stdout

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from lantrain.cluster.balance import longest
-from lantrain.cluster.membership import Choose, Node
+from lantrain.nodes.membership import Choose, Node
 from lantrain.cluster.shares import soonest_rows
 
 EFFICIENCY = 0.6

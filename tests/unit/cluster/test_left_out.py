@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from lantrain.cluster.agent import Agent
-from lantrain.cluster.membership import Node, Report
+from lantrain.nodes.agent import Agent
+from lantrain.nodes.membership import Node, Report
 from lantrain.cluster.predict import chooser
 from tests.unit.cluster.test_membership import World
 
