@@ -72,6 +72,7 @@ class Agent:
             if out_of_memory_kills() > self._kills_before:
                 mib, owner = memory_limit()
                 message = f"out of memory: the kernel killed it {where}; {owner} has {mib:,} MiB in all"
+            self.say(f"the trainer of this machine is gone: {message}")
         self._end_trainer(outcome, message)
 
     def _end_trainer(self, outcome: str, message: str) -> None:

@@ -114,6 +114,8 @@ def test_a_killed_trainer_is_a_failure_with_its_place(agent: Agent) -> None:
 
 
 def test_a_trainer_killed_for_lack_of_memory_says_so(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    agent.say = said.append
     kills = iter([2, 3])
     monkeypatch.setattr("lantrain.nodes.agent.out_of_memory_kills", lambda: next(kills))
     monkeypatch.setattr("lantrain.nodes.agent.memory_limit", lambda: (1200, "this container"))
@@ -124,6 +126,7 @@ def test_a_trainer_killed_for_lack_of_memory_says_so(agent: Agent, monkeypatch: 
     until(lambda: agent.report().state == "stopped")
     where = "in step 7, phase step"
     assert agent.report().message == f"out of memory: the kernel killed it {where}; this container has 1,200 MiB in all"
+    assert said[-1] == f"the trainer of this machine is gone: {agent.report().message}"
 
 
 def test_a_torchrun_that_says_nothing_is_a_failure(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
