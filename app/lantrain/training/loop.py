@@ -20,7 +20,6 @@ from torch import Tensor
 import lantrain
 from lantrain import paths
 from lantrain.cluster import beacon
-from lantrain.cluster.balance import Balance
 from lantrain.cluster.gemm import gemm_rate
 from lantrain.cluster.group import Ranks, broadcast_json, gather_json
 from lantrain.cluster.replicas import check_replicas
@@ -30,8 +29,9 @@ from lantrain.data.packing import RowStream
 from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
 from lantrain.training.checkpoint import CheckpointError
-from lantrain.training.config import Config, first_weights
+from lantrain.training.config import Config
 from lantrain.training.evaluate import EvaluationStopped, evaluate_bpb
+from lantrain.training.plan import first_balance
 from lantrain.training.sample import complete
 from lantrain.training.saving import Saver
 from lantrain.training.start import Setup, leader_does
@@ -94,8 +94,7 @@ class Loop:
         self.config, self.setup, self.ranks = config, setup, ranks
         self.args, self.plan, self.model = config.args, setup.plan, setup.model
         self.folder: Path = paths.checkpoint_dir(config.tag)
-        follow = self.args.rebalance and self.args.shares is None
-        self.balance = Balance(self.plan.rows, first_weights(self.args, ranks.world), follow=follow)
+        self.balance = first_balance(self.plan, config, ranks.world)
         self.measured: list[tuple[int, float]] = []
         self.progress = Progress()
         self.wide = self.plan.model.vocab_size > 2**16

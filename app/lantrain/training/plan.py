@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lantrain.cluster.shares import micro_batches, split_rows
+from lantrain.cluster.balance import Balance
+from lantrain.cluster.shares import micro_batches
 from lantrain.errors import UserError
 from lantrain.model.gpt import GPT, GPTConfig, config_for_depth
 from lantrain.optim.schedule import (
@@ -89,6 +90,12 @@ def make_plan(config: Config, vocab_size: int) -> Plan:
     )  # fmt: skip
 
 
+def first_balance(plan: Plan, config: Config, world: int) -> Balance:
+    """The rows of each rank at the start, and whether they follow its speed. Raises UserError for wrong shares."""
+    follow = config.args.rebalance and config.args.shares is None
+    return Balance(plan.rows, first_weights(config.args, world), follow=follow)
+
+
 def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
     """The plan in words, as the leader prints it at the start of a run and `--dry-run` by itself."""
     args = config.args
@@ -103,7 +110,7 @@ def plan_lines(plan: Plan, config: Config, world: int) -> Iterator[str]:
     yield f"Scaling weight decay from {args.weight_decay:.6f} to {plan.weight_decay:.6f} for depth {args.depth}"
     adamw = (plan.model.n_embd / 768) ** -0.5
     yield f"Scaling the LR for the AdamW parameters by (n_embd/768)^-0.5 = {adamw:.6f} (n_embd {plan.model.n_embd})"
-    shares = split_rows(plan.rows, first_weights(args, world))
+    shares = first_balance(plan, config, world).shares
     yield f"Rows per step: {plan.rows} of {args.max_seq_len} tokens = {plan.total_batch:,} tokens"
     for rank, share in enumerate(shares):
         batches = micro_batches(share, args.device_batch_size)
