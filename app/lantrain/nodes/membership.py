@@ -64,6 +64,7 @@ class Node:
     phase: str = ""
     phase_since: float = 0.0
     message: str = ""
+    message_since: float = 0.0
     failures: list[float] = field(default_factory=list)
     paused_until: float = 0.0
 
@@ -157,6 +158,8 @@ class Membership:
         node.state = report.state
         if (report.phase, report.step) != (node.phase, node.step):
             node.phase_since = now
+        if report.message != node.message:
+            node.message_since = now
         node.generation, node.step, node.phase, node.message = (
             report.generation, report.step, report.phase, report.message,
         )  # fmt: skip
@@ -271,6 +274,8 @@ class Membership:
             self._blame_stalled(f"no first step within {self.limits.first_step:.0f} s", now)
         elif self.first_step_made and now - self._last_step[1] > late and self._all_in("step"):
             self._blame_stalled(f"no step for {now - self._last_step[1]:.0f} s", now)
+        elif self._frozen(now - late):  # in an evaluation, too, or before the first step
+            self._blame_stalled(f"nothing for {late:.0f} s", now)
         else:
             ready = self.ready()
             new = [node for node in ready if node.id not in self.members and node.id not in self.left_out]
@@ -283,6 +288,11 @@ class Membership:
     def _all_in(self, phase: str) -> bool:
         """Whether no member is evaluating, saving or sampling, which may take long."""
         return all(self.nodes[member].phase == phase for member in self.members if member in self.nodes)
+
+    def _frozen(self, since: float) -> bool:
+        """Whether a member has said since then that its trainer is stopped."""
+        members = [self.nodes[member] for member in self.members if member in self.nodes]
+        return any(node.state == "running" and node.message and node.message_since < since for node in members)
 
     def _blame_stalled(self, what: str, now: float) -> None:
         steps = {member: self.nodes[member].step for member in self.members if member in self.nodes}

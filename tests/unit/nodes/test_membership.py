@@ -360,3 +360,18 @@ def test_a_cause_that_is_heard_after_its_effect_is_told_too() -> None:
     before = list(world.lines)
     world.stopped(master, "failed", "rank 0 lost contact with another rank: closed")
     assert world.lines == before, "an echo"
+
+
+@pytest.mark.parametrize("phase", ["evaluate", "connect"])
+def test_a_trainer_stopped_in_any_phase_is_named_after_a_while(phase: str) -> None:
+    """A long evaluation is no alarm, and an exchange that waits for a frozen rank has only Gloo's limit."""
+    world, master, worker = running()
+    world.pass_time(10 * LIMITS.stall, master, worker, phase="evaluate")
+    frozen = Report("running", world.hub.generation, 5, phase, "", "its trainer is stopped")
+    for seconds, expected in ((LIMITS.stall - 2, "running"), (4, "killing")):
+        for _ in range(int(seconds * 2)):
+            world.pass_time(0.5, master, phase="evaluate")
+            world.hub.beat(worker.id, frozen)
+        world.hub.tick()
+        assert world.hub.phase == expected
+    assert any(f"{worker.label} did not finish step 5 (its trainer is stopped)" in line for line in world.lines)
