@@ -12,7 +12,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lantrain.cluster.addresses import interfaces, own_address
-from lantrain.cluster.predict import chooser
 from lantrain.errors import UserError
 from lantrain.nodes.admission import Admission, parse_networks
 from lantrain.nodes.agent import BEAT_SECONDS, Agent, Ended
@@ -21,6 +20,7 @@ from lantrain.nodes.hub import DEFAULT_PORT, Arithmetic, Hub, RunSettings
 from lantrain.nodes.hub_server import HubServer
 from lantrain.nodes.launcher import STOP_GRACE_SECONDS, StopRequest, code_fingerprint, describe_node, say
 from lantrain.nodes.membership import Limits, Membership
+from lantrain.nodes.predict import chooser
 from lantrain.paths import base_dir
 from lantrain.probes.preflight import check_master_network, check_master_room
 from lantrain.probes.room import vocabulary

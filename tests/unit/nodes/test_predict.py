@@ -8,7 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from lantrain.cluster.predict import (
+from lantrain.nodes.predict import (
     EFFICIENCY,
     EXCHANGES,
     Speed,

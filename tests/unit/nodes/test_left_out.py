@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from lantrain.cluster.predict import chooser
 from lantrain.nodes.agent import Agent
 from lantrain.nodes.membership import Node, Report
+from lantrain.nodes.predict import chooser
 from tests.unit.nodes.test_membership import World
 
 FLAGS = "--depth 4 --max-seq-len 512 --total-batch-size 4096 --num-iterations 10".split()
