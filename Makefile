@@ -15,6 +15,7 @@ VENV ?= .venv
 DEMO_DIR ?= data/run
 PROMPT ?= def
 PYTEST_ARGS ?=
+BENCH_ARGS ?=
 export VENV
 multinode := docker compose --file compose.multinode.yaml
 # The demo's files stay in the project: never in a nanochat folder that happens to be set.
@@ -92,6 +93,11 @@ test-faults: ## run every fault test, the long ones too: nodes killed, links cut
 test-local-2rank: ## run the report's two-rank run in two containers and print the table: 1 rank against 2
 	@tools/venv.sh dev
 	@"$(VENV)/bin/python" -m pytest tests/containers/test_two_ranks.py $(PYTEST_ARGS)
+
+.PHONY: bench
+bench: ## measure everything, one table (ours, the limit, ratio) and JSON in data/bench; about six minutes
+	@tools/venv.sh dev
+	@"$(VENV)/bin/python" benchmarks/bench.py $(BENCH_ARGS)
 
 .PHONY: lint
 lint: ## check Python, shell, YAML, the Dockerfile and the compose file

@@ -1,0 +1,206 @@
+"""Several nodes on this machine for the benchmarks: a network namespace each, a shaped cable, a core, a CPU quota.
+
+The ranks that run there are the shipped trainer's. Needs root and iproute2 (`ip`, `tc`); what was made is removed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+APP = ROOT / "app"
+sys.path.insert(0, str(APP))
+
+SUBNET = "10.211.77"
+PORT = "29500"
+CPU_PERIOD_US = 20_000
+WARMUP_STEPS = 2
+"""First steps of a run that are not counted."""
+
+
+def missing() -> str:
+    """Why no nodes can be made here; empty when they can."""
+    if os.geteuid() != 0:
+        return "network namespaces need root"
+    return "" if shutil.which("ip") and shutil.which("tc") else "needs iproute2 (`ip` and `tc`)"
+
+
+def _call(line: str) -> None:
+    subprocess.run(line.split(), check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Quota:
+    """A CPU quota in cores for processes of this machine, by cgroup v1 or v2."""
+
+    name: str
+    cores: float
+    folder: Path = field(init=False)
+
+    def __post_init__(self) -> None:
+        v1 = Path("/sys/fs/cgroup/cpu")
+        self.folder = (v1 if v1.is_dir() else Path("/sys/fs/cgroup")) / self.name
+        self.folder.mkdir()
+        self.set(self.cores)
+
+    def set(self, cores: float) -> None:
+        """Change the quota."""
+        micros = int(cores * CPU_PERIOD_US)
+        if (self.folder / "cpu.cfs_quota_us").exists():
+            (self.folder / "cpu.cfs_period_us").write_text(str(CPU_PERIOD_US))
+            (self.folder / "cpu.cfs_quota_us").write_text(str(micros))
+        else:
+            (self.folder / "cpu.max").write_text(f"{micros} {CPU_PERIOD_US}")
+
+    def add(self, pid: int) -> None:
+        """Put a process, with all it starts from now on, under the quota."""
+        (self.folder / "cgroup.procs").write_text(str(pid))
+
+    def close(self) -> None:
+        """Remove the cgroup; its processes have ended."""
+        with contextlib.suppress(OSError):
+            self.folder.rmdir()
+
+
+@dataclass
+class Nodes:
+    """Namespaces with an address each, all on one switch."""
+
+    names: list[str]
+    quotas: list[Quota | None]
+    processes: list[subprocess.Popen[str]] = field(default_factory=list)
+
+    def address(self, node: int) -> str:
+        """IPv4 address of a node."""
+        return f"{SUBNET}.{10 + node}"
+
+    def command(self, node: int, line: Sequence[str]) -> list[str]:
+        """`line` as it runs on a node: in its namespace, on one core (they take turns where there are fewer)."""
+        core = sorted(os.sched_getaffinity(0))[node % len(os.sched_getaffinity(0))]
+        return ["ip", "netns", "exec", self.names[node], "taskset", "-c", str(core), *line]
+
+    def start(self, node: int, line: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
+        """Start a process on a node, under its quota from the first instruction on."""
+        shell = ["sh", "-c", 'read go; exec "$@"', "sh", *self.command(node, line)]
+        with log.open("w") as file:
+            process = subprocess.Popen(
+                shell, env={**os.environ, **env}, cwd=APP, stdin=subprocess.PIPE, stdout=file,
+                stderr=subprocess.STDOUT, text=True,
+            )  # fmt: skip
+        self.processes.append(process)
+        quota = self.quotas[node]
+        if quota is not None:
+            quota.add(process.pid)
+        assert process.stdin is not None
+        process.stdin.write("go\n")
+        process.stdin.close()
+        return process
+
+    def end(self) -> None:
+        """Kill what still runs."""
+        for process in self.processes:
+            if process.poll() is None:
+                process.send_signal(signal.SIGKILL)
+            process.wait()
+
+
+@contextlib.contextmanager
+def nodes(count: int, *, mbit: float | None = None, quotas: Sequence[float] | None = None) -> Iterator[Nodes]:
+    """`count` nodes; each cable lets through `mbit` Mbit/s each way (None: what the kernel can), CPU by `quotas`."""
+    mark = f"lt{os.getpid()}"
+    switch, names = f"{mark}s", [f"{mark}n{i}" for i in range(count)]
+    made = Nodes(names, [Quota(f"{mark}n{i}", cores) for i, cores in enumerate(quotas)] if quotas else [None] * count)
+    try:
+        _call(f"ip netns add {switch}")
+        _call(f"ip -n {switch} link add br0 type bridge")
+        _call(f"ip -n {switch} link set br0 up")
+        for node, name in enumerate(names):
+            _call(f"ip netns add {name}")
+            _call(f"ip -n {name} link set lo up")
+            _call(f"ip -n {switch} link add p{node} type veth peer name eth0 netns {name}")
+            _call(f"ip -n {switch} link set p{node} master br0 up")
+            _call(f"ip -n {name} address add {made.address(node)}/24 dev eth0")
+            _call(f"ip -n {name} link set eth0 up")
+            if mbit is not None:
+                # A burst of 2 ms and a short queue, as the buffers of a card and a switch have them.
+                shape = f"tbf rate {mbit:g}mbit burst {max(16000, int(mbit * 250))} latency 10ms"
+                _call(f"tc -n {name} qdisc add dev eth0 root {shape}")
+                _call(f"tc -n {switch} qdisc add dev p{node} root {shape}")
+        yield made
+    finally:
+        made.end()
+        for name in [*names, switch]:
+            subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
+        for quota in made.quotas:
+            if quota is not None:
+                quota.close()
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A run's steps after the warm-up: the medians, and every step's seconds."""
+
+    tokens: int
+    seconds: float
+    compute: list[float]
+    """Median seconds of forward and backward, by rank."""
+    rows: list[int]
+    """Rows of each rank in the last step."""
+    steps: list[float]
+    log: str
+
+    @property
+    def rate(self) -> float:
+        """Tokens a second."""
+        return self.tokens / self.seconds
+
+
+def train(made: Nodes, base: Path, flags: Sequence[str], steps: int, tag: str, *, settle: int = 0) -> Measured:
+    """Run the trainer on all nodes for `steps` counted steps after `settle` that let the shares find their place.
+
+    `base` has shards and tokenizer. Raises RuntimeError with the log when a rank fails.
+    """
+    world, skipped = len(made.names), WARMUP_STEPS + settle
+    folder = base / "base_checkpoints" / tag
+    shutil.rmtree(folder, ignore_errors=True)
+    line = [
+        sys.executable, "-m", "scripts.base_train", *flags, f"--model-tag={tag}", "--num-iterations=1000000",
+        f"--stop-after={skipped + steps}", "--eval-every=-1", "--sample-every=-1", "--core-metric-every=-1",
+        "--save-minutes=0",
+    ]  # fmt: skip
+    logs, ranks = [base / f"{tag}.rank{node}.log" for node in range(world)], []
+    for node in range(world):
+        env = {"NANOCHAT_BASE_DIR": str(base), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        if world > 1:
+            env |= {
+                "RANK": str(node), "LOCAL_RANK": "0", "WORLD_SIZE": str(world), "LOCAL_WORLD_SIZE": "1",
+                "MASTER_ADDR": made.address(0), "MASTER_PORT": PORT,
+            }  # fmt: skip
+        ranks.append(made.start(node, line, env, logs[node]))
+    codes = [rank.wait() for rank in ranks]
+    text = "\n".join(f"== rank {node}\n{log.read_text()}" for node, log in enumerate(logs))
+    if any(codes):
+        raise RuntimeError(f"{tag}: exit codes {codes}\n{text}")
+    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    records: list[dict[str, Any]] = [record for record in map(json.loads, lines) if "loss" in record][skipped:]
+    shutil.rmtree(folder)
+    compute = list(zip(*(record["rank_compute_s"] for record in records), strict=True))
+    return Measured(
+        tokens=round(statistics.median(record["tok_per_sec"] * record["dt"] for record in records)),
+        seconds=statistics.median(record["dt"] for record in records),
+        compute=[statistics.median(rank) for rank in compute],
+        rows=records[-1]["rows"],
+        steps=[record["dt"] for record in records],
+        log=text,
+    )

@@ -1,0 +1,129 @@
+"""Two nodes against one: equal ones on a shaped cable, and a fast with a slow one, all in one run, as ratios.
+
+    python benchmarks/two_nodes.py --base DIR [--batch 16384] [--steps 3] [--json FILE]
+
+Each node is a network namespace with one core (benchmarks/nodes.py); needs root, two cores, `ip` and `tc`. DIR has
+shards and a tokenizer: NANOCHAT_BASE_DIR=DIR python -m scripts.prepare --source sample. One node alone is measured
+before and after the pairs, and its mean counts. Slow nodes have a CPU quota; their share of the rows is found by the
+trainer itself, in steps that are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.nodes import Measured, missing, nodes, train
+
+SLOW_QUOTA = 0.4
+SETTLE_STEPS = 8
+"""Enough for the shares to find their place from equal ones: window, patience and the step that is on its way."""
+
+
+SHORT_ROWS = 256
+"""Tokens of a row for unequal nodes: 32 rows are 23 and 9 for speeds of 1 and 0.4, 99% of their sum; 16 give 95%."""
+
+
+def flags(batch: int, seq_len: int = 512) -> list[str]:
+    """Depth 4, 2048 tokens a micro-batch, gradients in bfloat16 on the wire as between hosts."""
+    return [
+        "--depth=4", f"--max-seq-len={seq_len}", f"--device-batch-size={2048 // seq_len}",
+        f"--total-batch-size={batch}", "--wire-dtype=bfloat16",
+    ]  # fmt: skip
+
+
+def _result(what: str, run: Measured, alone: float, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    return {
+        "what": what, "tokens_per_s": run.rate, "step_s": run.seconds, "against_one": run.rate / alone,
+        "rows": run.rows, "compute_s": run.compute, "steps_s": run.steps, **(more or {}),
+    }  # fmt: skip
+
+
+def _choice(log: str) -> str:
+    """What --sync auto chose, in its own words."""
+    found = re.search(r"^--sync auto: (\w+)", log, re.M)
+    return found[1] if found else ""
+
+
+def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -> list[dict[str, Any]]:
+    """One node, then two on each cable, then one again."""
+    given = flags(batch)
+
+    def alone() -> Measured:
+        with nodes(1) as made:
+            return train(made, base, given, steps, "bench-one")
+
+    first = alone()
+    pairs: list[tuple[str, Measured, str]] = []
+    for mbit in links:
+        # A step of local training needs no settling; what --sync auto decides is part of the measurement.
+        sync = ["--sync=auto"] if mbit is not None and mbit < 1000 else []
+        with nodes(2, mbit=mbit) as made:
+            run = train(made, base, [*given, *sync], steps, "bench-two")
+        name = "an unlimited link" if mbit is None else f"{mbit:g} Mbit/s"
+        pairs.append((f"two equal nodes, {name}", run, _choice(run.log) if sync else "step"))
+    last = alone()
+    rate = (first.rate + last.rate) / 2
+    ones = [_result(f"one node, {when}", run, rate) for when, run in (("before", first), ("after", last))]
+    return [*ones, *(_result(what, run, rate, {"sync": sync}) for what, run, sync in pairs)]
+
+
+def fast_and_slow(base: Path, batch: int, steps: int) -> list[dict[str, Any]]:
+    """A node of a whole core, one of SLOW_QUOTA, and both together, against the sum of their rates."""
+    given, runs = flags(batch, SHORT_ROWS), []
+    for quota in (1.0, SLOW_QUOTA):
+        with nodes(1, quotas=[quota]) as made:
+            runs.append(train(made, base, given, max(2, steps - 1), "bench-quota"))
+    with nodes(2, quotas=[1.0, SLOW_QUOTA]) as made:
+        both = train(made, base, given, steps, "bench-unequal", settle=SETTLE_STEPS)
+    total = sum(run.rate for run in runs)
+    results = [
+        _result(f"alone, quota {q:g}", run, runs[0].rate) for q, run in zip((1.0, SLOW_QUOTA), runs, strict=True)
+    ]
+    return [*results, _result("fast and slow together", both, runs[0].rate, {"of_sum": both.rate / total})]
+
+
+def table(results: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| nodes | tok/s | step s | rows | against one | of the sum of both |", "|---|---|---|---|---|---|"]
+    for r in results:
+        share = f"{r['of_sum']:.1%}" if "of_sum" in r else ""
+        sync = f" ({r['sync']})" if r.get("sync", "step") != "step" else ""
+        rows = " + ".join(map(str, r["rows"]))
+        figures = f"{r['tokens_per_s']:.0f} | {r['step_s']:.2f} | {rows} | {r['against_one']:.2f}x"
+        lines.append(f"| {r['what']}{sync} | {figures} | {share} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure and print the table."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--base", type=Path, required=True)
+    parser.add_argument("--batch", type=int, default=16384)
+    parser.add_argument("--steps", type=int, default=3)
+    parser.add_argument("--link", type=float, nargs="*", default=[1000, 100], help="Mbit/s, besides the unlimited one")
+    parser.add_argument("--part", choices=["equal", "unequal", "both"], default="both")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    why = missing() or ("needs two cores" if len(os.sched_getaffinity(0)) < 2 else "")
+    if why:
+        print(f"not measured: {why}")
+        return
+    os.environ.setdefault("NANOCHAT_DTYPE", "auto")
+    results = equal_nodes(args.base, args.batch, args.steps, [None, *args.link]) if args.part != "unequal" else []
+    if args.part != "equal":
+        results += fast_and_slow(args.base, args.batch, args.steps)
+    print(table(results))
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1))
+
+
+if __name__ == "__main__":
+    main()
