@@ -31,6 +31,10 @@ TRIAL_STEPS = 20
 MAX_TRIAL_STEPS = 320
 """The pause between trials doubles up to this: a trial may make its step longer."""
 
+ALONE_STEPS = 15
+ALONE_MARGIN = 1.1
+"""One rank alone also makes an update, which is not in its computation."""
+
 
 @dataclass(frozen=True)
 class Change:
@@ -151,3 +155,28 @@ class Balance:
         self.shares[rank] += 1
         self._trial_after[rank] = min(2 * self._trial_after[rank], MAX_TRIAL_STEPS)
         self._without_rows[rank] = 0
+
+
+class AloneWatch:
+    """Notices when the fastest rank alone would be faster than all together: the network costs more than they bring."""
+
+    def __init__(self, rows: int) -> None:
+        self.rows = rows
+        self._steps: deque[tuple[float, float]] = deque(maxlen=ALONE_STEPS)
+        self._said = False
+
+    def add(self, seconds: float, measured: Sequence[tuple[int, float]]) -> str:
+        """Take a step's seconds and what the ranks did in it; returns a line the first time that it is so, else ""."""
+        per_row = [took / rows for rows, took in measured if rows > 0 and took > 0]
+        if self._said or not per_row or len(measured) < 2:
+            return ""
+        self._steps.append((seconds, self.rows * min(per_row)))
+        together, alone = (statistics.median(column) for column in zip(*self._steps, strict=True))
+        if len(self._steps) < ALONE_STEPS or together < ALONE_MARGIN * alone:
+            return ""
+        self._said = True
+        return (
+            f"warning: a step takes {together:.3g} s with {len(measured)} ranks, the fastest of them alone would "
+            f"compute it in {alone:.3g} s: the network costs more than the others bring. A cable instead of Wi-Fi, a larger "
+            "--total-batch-size, or --sync local helps"
+        )

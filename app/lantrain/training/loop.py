@@ -20,6 +20,7 @@ from torch import Tensor
 import lantrain
 from lantrain import paths
 from lantrain.cluster import beacon
+from lantrain.cluster.balance import AloneWatch
 from lantrain.cluster.gemm import gemm_rate
 from lantrain.cluster.group import Ranks, broadcast_json, gather_json
 from lantrain.cluster.replicas import check_replicas
@@ -96,6 +97,7 @@ class Loop:
         self.folder: Path = paths.checkpoint_dir(config.tag)
         self.balance = first_balance(self.plan, config, ranks.world)
         self.measured: list[tuple[int, float]] = []
+        self.alone = AloneWatch(self.plan.rows)
         self.progress = Progress()
         self.wide = self.plan.model.vocab_size > 2**16
         self.stream: RowStream | None = None
@@ -274,6 +276,9 @@ class Loop:
         feed.reshare(self.balance.shares)
         if change is not None:
             self._say(change.line(step + 2))
+        slower = self.alone.add(self.step_seconds, self.measured)
+        if slower:
+            self._say(slower)
 
     def _exchange_loss(
         self, loss: float, signal_number: int, step: int, computed: tuple[int, float]

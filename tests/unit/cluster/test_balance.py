@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from lantrain.cluster.balance import MAX_TRIAL_STEPS, TRIAL_STEPS, Balance, longest
+from lantrain.cluster.balance import ALONE_STEPS, MAX_TRIAL_STEPS, TRIAL_STEPS, AloneWatch, Balance, longest
 
 Speed = Callable[[int, int], float]
 
@@ -155,3 +155,19 @@ def test_the_line_has_the_numbers() -> None:
         "a step's computation 0.8 s instead of 2"
     )
     assert longest([8, 2], [0.1, 0.4]) == 0.8
+
+
+def test_a_network_that_costs_more_than_it_brings_is_told_once() -> None:
+    watch = AloneWatch(16)
+    measured = [(8, 2.4), (8, 2.3)]
+    lines = [watch.add(5.5 if step != 3 else 90.0, measured) for step in range(100)]
+    assert [step for step, line in enumerate(lines) if line] == [ALONE_STEPS - 1]
+    assert "5.5 s with 2 ranks, the fastest of them alone would compute it in 4.6 s" in lines[ALONE_STEPS - 1]
+
+
+def test_ranks_that_help_are_no_reason_for_a_warning() -> None:
+    watch = AloneWatch(16)
+    lines = [watch.add(2.6 if step % 5 else 30.0, [(8, 2.4), (8, 2.3)]) for step in range(100)]
+    lines += [watch.add(5.0, [(16, 4.6)]) for _ in range(100)]
+    lines += [watch.add(5.0, []) for _ in range(100)]
+    assert set(lines) == {""}
