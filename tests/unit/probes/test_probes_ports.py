@@ -18,7 +18,7 @@ from lantrain.errors import UserError
 from lantrain.nodes import hub_probes
 from lantrain.nodes.admission import Admission
 from lantrain.nodes.client import HubClient
-from lantrain.nodes.hub import Hub, RunSettings
+from lantrain.nodes.hub import Arithmetic, Hub, RunSettings
 from lantrain.nodes.hub_server import HubServer
 from lantrain.nodes.membership import Membership
 from lantrain.nodes.messages import NodeInfo
@@ -59,8 +59,8 @@ class Served:
         self.membership = Membership(time.monotonic, 2, self.said.append)
         self.settings = RunSettings(HOST, free_port(), FLAGS)
         self.port = free_port()
-        hub = Hub(self.membership, Admission([]), self.settings, "abc")
-        self.server = HubServer(hub, [HOST], self.port)
+        self.hub = Hub(self.membership, Admission([]), self.settings, "abc")
+        self.server = HubServer(self.hub, [HOST], self.port)
         self.client = HubClient(HOST, self.port)
         self.http = httpx2.Client(base_url=f"http://{HOST}:{self.port}", timeout=20, trust_env=False)
         assert self.client.wait(30, self.said.append, lambda seconds: bool(time.sleep(seconds / 20)))
@@ -228,12 +228,12 @@ def test_worker_cannot_write_words_of_its_own_into_the_masters_log(served: Serve
 def test_no_body_makes_the_probes_fail(served: Served, seed: int) -> None:
     draw = random.Random(seed)
     values: list[object] = [None, -1, 2**70, 1.5, "x", "\x00", [], {}, ["\ud800"], {"ports": {}}, float("nan")]
-    for path in ("listen", "train-port", "connect", "blocked") * 8:
-        keys = draw.sample(["ports", "probe", "port", "state", "address"], 2)
+    for path in ("listen", "train-port", "connect", "blocked", "peer", "peer-answer", "peer-blocked", "peer/x") * 8:
+        keys = draw.sample(["ports", "probe", "port", "state", "address", "peer", "task", "node", "tried"], 2)
         body = json.dumps({key: draw.choice(values) for key in keys}).encode()
         body = draw.choice([body, draw.randbytes(40), b"", body[:-3]])
         answer = served.http.post(f"/probes/{path}", content=body, headers={"content-type": "application/json"})
-        assert answer.status_code in (200, 400, 422), (path, body, answer.text)
+        assert answer.status_code in (200, 400, 404, 405, 422), (path, body, answer.text)
     assert served.client.probe("facts", post=False)["train_port"] == served.settings.master_port
 
 
@@ -246,6 +246,31 @@ def test_worker_with_other_versions_does_not_join(served: Served) -> None:
         preflight.check_before_joining(served.client, INFO, said.append, lambda seconds: False, 60)
     assert raised.value.exit_code == 2
     assert any("torch is none here" in line for line in said)
+
+
+def test_worker_with_other_bits_does_not_join(served: Served) -> None:
+    said: list[str] = []
+    served.hub.arithmetic = Arithmetic("x86_64 AVX512", "ab")
+    here = {"torch": preflight.ask_facts(served.client).torch, "cpu": "x86_64 DEFAULT", "update": "cd"}
+    with pytest.raises(UserError, match="not joined: arithmetic") as raised:
+        preflight.check_before_joining(
+            served.client, INFO.model_copy(update=here), said.append, lambda seconds: False, 60
+        )
+    assert raised.value.exit_code == 2
+    assert any("TYPE ON the master" in line and "ATEN_CPU_CAPABILITY=default" in line for line in said), said
+
+
+def test_worker_measures_itself_as_the_master_is_limited(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The trainers get the master's ATEN_CPU_CAPABILITY; the launchers of the workers do not have it."""
+    served.hub.arithmetic = Arithmetic("x86_64 DEFAULT", "cd", "default")
+    asked: list[str] = []
+    monkeypatch.setattr(preflight.arithmetic, "under", lambda name: asked.append(name) or ("x86_64 DEFAULT", "cd"))
+    torch_version = preflight.ask_facts(served.client).torch
+    info = INFO.model_copy(update={"torch": torch_version, "cpu": "x86_64 AVX2", "update": "ab"})
+    results, info, _ = preflight.worker_probes(served.client, info)
+    assert asked == ["default"]
+    assert (info.cpu, info.update) == ("x86_64 DEFAULT", "cd")
+    assert [result.status for result in results if result.name == "arithmetic"] == ["ok"]
 
 
 def test_worker_waits_for_a_mended_port_and_then_goes_on(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
