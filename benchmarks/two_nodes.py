@@ -27,7 +27,7 @@ SETTLE_STEPS = 8
 """Enough for the shares to find their place from equal ones: window, patience and the step that is on its way."""
 
 
-SHORT_ROWS = 256
+SHORT_ROWS = 128
 """Tokens of a row for unequal nodes: 32 rows are 23 and 9 for speeds of 1 and 0.4, 99% of their sum; 16 give 95%."""
 
 

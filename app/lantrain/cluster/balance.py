@@ -177,6 +177,6 @@ class AloneWatch:
         self._said = True
         return (
             f"warning: a step takes {together:.3g} s with {len(measured)} ranks, the fastest of them alone would "
-            f"compute it in {alone:.3g} s: the network costs more than the others bring. A cable instead of Wi-Fi, a larger "
-            "--total-batch-size, or --sync local helps"
+            f"compute it in {alone:.3g} s: the network costs more than the others bring. A cable instead of Wi-Fi, a "
+            "larger --total-batch-size, or --sync local helps"
         )
