@@ -118,6 +118,7 @@ class Nodes:
 @contextlib.contextmanager
 def nodes(count: int, *, mbit: float | None = None, quotas: Sequence[float] | None = None) -> Iterator[Nodes]:
     """`count` nodes; each cable lets through `mbit` Mbit/s each way (None: what the kernel can), CPU by `quotas`."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that all is removed then, too
     mark = f"lt{os.getpid()}"
     switch, names = f"{mark}s", [f"{mark}n{i}" for i in range(count)]
     made = Nodes(names, [Quota(f"{mark}n{i}", cores) for i, cores in enumerate(quotas)] if quotas else [None] * count)
