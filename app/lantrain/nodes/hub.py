@@ -35,7 +35,7 @@ class RunSettings:
 class Arithmetic:
     """The master's CPU class and the digest of its updates (arithmetic.py), and what ATEN_CPU_CAPABILITY limits it to.
 
-    All empty until the master has measured itself: then nothing is compared.
+    All empty where nothing is to be compared.
     """
 
     cpu: str = ""
@@ -66,13 +66,16 @@ def shares_for(arguments: list[str], world: int, rates: list[float]) -> list[str
 class Hub:
     """The hub's state behind one lock: requests come on uvicorn's thread, the master's own loop on another."""
 
-    def __init__(self, membership: Membership, admission: Admission, settings: RunSettings, code: str) -> None:
+    def __init__(
+        self, membership: Membership, admission: Admission, settings: RunSettings, code: str,
+        arithmetic: Arithmetic = Arithmetic(),
+    ) -> None:  # fmt: skip
         self.membership, self.admission, self.settings, self.code = membership, admission, settings, code
+        self.arithmetic = arithmetic
         self.run = secrets.token_hex(8)
         self.lock = threading.Lock()
         self.started = time.time()
         self.going_down = False
-        self.arithmetic = Arithmetic()
         self.peers = PeerDesk()
         self.end_asked = ""
         self.end_answered = threading.Event()

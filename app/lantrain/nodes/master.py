@@ -15,6 +15,7 @@ from lantrain.cluster.addresses import interfaces, own_address
 from lantrain.errors import UserError
 from lantrain.nodes.admission import Admission, parse_networks
 from lantrain.nodes.agent import BEAT_SECONDS, Agent, Ended
+from lantrain.nodes.arithmetic import cpu_class, update_digest
 from lantrain.nodes.engine import adopt_orphans
 from lantrain.nodes.hub import DEFAULT_PORT, Arithmetic, Hub, RunSettings
 from lantrain.nodes.hub_server import HubServer
@@ -77,7 +78,9 @@ def run_master(options: MasterOptions) -> int:
     membership = Membership(time.monotonic, options.nodes, say, options.limits)
     settings = RunSettings(here.address, options.train_port, arguments, trainer_environment())
     check_master_network(here, options.hub_port, options.train_port, say)
-    hub = Hub(membership, Admission(list(networks), options.token), settings, code_fingerprint())
+    # Before anybody can join; it takes the import of torch.
+    bits = Arithmetic(cpu_class(), update_digest(), os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    hub = Hub(membership, Admission(list(networks), options.token), settings, code_fingerprint(), bits)
     server = HubServer(hub, sorted({here.address, "127.0.0.1"}), options.hub_port)
     port = "" if options.hub_port == DEFAULT_PORT else f" HUB_PORT={options.hub_port}"
     token = ", with this TOKEN in its .env" if options.token else ""
@@ -91,7 +94,6 @@ def run_master(options: MasterOptions) -> int:
                 membership.choose = chooser(arguments, vocabulary())
         info = describe_node(here.name)
         with hub.lock:
-            hub.arithmetic = Arithmetic(info.cpu, info.update, os.environ.get("ATEN_CPU_CAPABILITY", ""))
             node = membership.join(platform.node(), here.address, info.model_dump(), master=True)
         return _lead(hub, Agent(say), node.id, stop)
     finally:
