@@ -58,7 +58,8 @@ def test_evaluation_sample_and_checkpoint_end_a_round(base: Path) -> None:
 
 
 def test_checkpoint_by_time_waits_for_the_end_of_the_round_and_changes_nothing(base: Path) -> None:
-    flags = [*LOCAL, "--num-iterations=60", "--keep-last=0"]
+    # Shares that follow the clock would change the weights of the ranks in the average.
+    flags = [*LOCAL, "--num-iterations=60", "--keep-last=0", "--no-rebalance"]
     plain = run_ranks(2, base, [*flags, "--save-minutes=0"], tag="plain").ok()
     timed = run_ranks(2, base, [*flags, "--save-minutes=0.002"], tag="timed").ok()
     assert plain.losses == timed.losses
@@ -190,7 +191,7 @@ def test_bytes_on_the_wire_are_one_hundredth_of_the_native_ones(base: Path) -> N
     found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
     per_step = (found["long"] - found["short"]) / 60
     native = found["native"] / NATIVE_STEPS
-    assert native > 2 * found["parameters"] * 4 * 1.9, "the native bytes were not counted"
+    assert native > 2 * 6 * found["parameters"], "two ranks, each 3 times half of the parameters in fp32"
     print(f"local {per_step:.0f} B a step, native {native:.0f}: {100 * per_step / native:.2f}%")
     assert per_step < 0.01 * native
     assert per_step > 2 * found["parameters"] / 30 * 0.9, "less than the rounds alone must send"

@@ -88,8 +88,8 @@ def build_parser() -> argparse.ArgumentParser:
         "links; auto: by the measured link",
     )  # fmt: skip
     own.add_argument("--local-steps", type=int, default=30, help="--sync local: steps of a round")
-    own.add_argument("--outer-lr", type=float, default=0.7, help="--sync local: learning rate of the averaged change")
-    own.add_argument("--outer-momentum", type=float, default=0.6, help="--sync local: its Nesterov momentum")
+    own.add_argument("--outer-lr", type=float, default=1.0, help="--sync local: learning rate of the averaged change")
+    own.add_argument("--outer-momentum", type=float, default=0.7, help="--sync local: its Nesterov momentum")
     own.add_argument(
         "--delta-bits", type=int, choices=[32, 8, 4], default=8,
         help="--sync local: bits of a value on the wire; 32: no rounding",
