@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lantrain.cluster.addresses import clean_host, resolve
 from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
 from lantrain.nodes import giving_up
-from lantrain.nodes.membership import Limits
+from lantrain.nodes.members import Limits
 from lantrain.settings import port, positive_integer, positive_number
 
 if TYPE_CHECKING:

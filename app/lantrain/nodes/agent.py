@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from lantrain.nodes.engine import Generation, Trainer
-from lantrain.nodes.membership import ENDED_BY_HUB, Report
+from lantrain.nodes.members import Report
+from lantrain.nodes.membership import ENDED_BY_HUB
 from lantrain.probes.room import memory_limit, out_of_memory_kills
 
 BEAT_SECONDS = 0.5

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import httpx2
 
 from lantrain.errors import UserError
-from lantrain.nodes.membership import Report
+from lantrain.nodes.members import Report
 from lantrain.nodes.messages import BeatRequest, NodeInfo
 from lantrain.probes.here import on_route
 from lantrain.probes.mend import lan_towards, open_firewall, port_range

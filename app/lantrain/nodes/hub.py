@@ -13,7 +13,8 @@ from fastapi import HTTPException
 
 import lantrain
 from lantrain.nodes.admission import Admission
-from lantrain.nodes.membership import Membership, Report
+from lantrain.nodes.members import Report
+from lantrain.nodes.membership import Membership
 from lantrain.nodes.messages import BeatRequest, JoinRequest, LeaveRequest
 from lantrain.nodes.peer_desk import PeerDesk
 

@@ -20,7 +20,8 @@ from lantrain.nodes.engine import adopt_orphans
 from lantrain.nodes.hub import DEFAULT_PORT, Arithmetic, Hub, RunSettings
 from lantrain.nodes.hub_server import HubServer
 from lantrain.nodes.launcher import STOP_GRACE_SECONDS, StopRequest, code_fingerprint, describe_node, say
-from lantrain.nodes.membership import Limits, Membership
+from lantrain.nodes.members import Limits
+from lantrain.nodes.membership import Membership
 from lantrain.nodes.predict import chooser
 from lantrain.paths import base_dir
 from lantrain.probes.preflight import check_master_network, check_master_room

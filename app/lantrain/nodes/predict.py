@@ -15,7 +15,8 @@ from typing import Any
 
 from lantrain.cluster.balance import longest
 from lantrain.cluster.shares import soonest_rows
-from lantrain.nodes.membership import Choose, Node
+from lantrain.nodes.members import Node
+from lantrain.nodes.membership import Choose
 
 EFFICIENCY = 0.6
 """Model FLOP/s of forward and backward as a share of the GEMM rate of joining (docs/log.md: 0.55 to 0.65)."""

@@ -18,7 +18,7 @@ from lantrain.nodes.client import HubClient, HubRefused, why_unreachable
 from lantrain.nodes.engine import adopt_orphans
 from lantrain.nodes.hub import DEFAULT_PORT
 from lantrain.nodes.launcher import STOP_GRACE_SECONDS, StopRequest, describe_node, say
-from lantrain.nodes.membership import Limits, duration
+from lantrain.nodes.members import Limits, duration
 from lantrain.probes.between import Answering
 from lantrain.probes.here import refuse_loopback
 from lantrain.probes.preflight import check_before_joining

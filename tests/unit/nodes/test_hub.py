@@ -20,7 +20,8 @@ from lantrain.nodes.client import HubClient, HubRefused, why_unreachable
 from lantrain.nodes.hub import MAX_NODES, Arithmetic, Hub, RunSettings, shares_for
 from lantrain.nodes.hub_server import MAX_BODY, HubServer
 from lantrain.nodes.master import with_resume
-from lantrain.nodes.membership import Membership, Report
+from lantrain.nodes.members import Report
+from lantrain.nodes.membership import Membership
 from lantrain.nodes.messages import NodeInfo
 from scripts.node import _await_the_end
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lantrain.nodes.agent import Agent
-from lantrain.nodes.membership import Node, Report
+from lantrain.nodes.members import Node, Report
 from lantrain.nodes.predict import chooser
 from tests.unit.nodes.test_membership import World
 

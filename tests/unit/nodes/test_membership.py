@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from lantrain.nodes.membership import Limits, Membership, Node, Report
+from lantrain.nodes.members import Limits, Node, Report
+from lantrain.nodes.membership import Membership
 
 LIMITS = Limits(silence=15, stop_answer=10, drain=60, settle=3, first_step=100, stall=50)
 

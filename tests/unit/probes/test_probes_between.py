@@ -16,7 +16,8 @@ from lantrain.nodes.admission import Admission
 from lantrain.nodes.client import HubClient
 from lantrain.nodes.hub import Hub, RunSettings
 from lantrain.nodes.hub_server import HubServer
-from lantrain.nodes.membership import Membership, Report
+from lantrain.nodes.members import Report
+from lantrain.nodes.membership import Membership
 from lantrain.nodes.messages import NodeInfo
 from lantrain.probes.between import Answering, peer_probes
 from tests.distributed.ranks import free_port
