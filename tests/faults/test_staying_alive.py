@@ -151,6 +151,18 @@ def test_make_down_on_the_master_ends_every_node_with_a_checkpoint(lan: Lan) -> 
 
 
 @pytest.mark.long
+def test_a_worker_that_did_not_hear_of_the_end_gives_up_for_good(lan: Lan) -> None:
+    master, worker = pair(lan, SILENCE="6", PATIENCE="5")
+    worker.link("down")
+    lan.until_again(1, after=1)
+    lan.end()
+    assert lan.codes(master) == {"i9": 0}, lan.explain()
+    lan.until(lambda: worker.says("not starting again: the master at"), "end of the worker's patience")
+    assert worker.code() == 0
+    assert worker.says(r"^error: the master at \S+ has not returned within 5 s \(.*PATIENCE"), worker.logs()
+
+
+@pytest.mark.long
 def test_a_frozen_trainer_is_named_and_started_again(lan: Lan, check: Check, times: Times) -> None:
     master, worker = pair(lan, STALL="6")
     event = time.time()
