@@ -86,7 +86,7 @@ def part_commands(args: argparse.Namespace) -> dict[str, Callable[[Path], None]]
         "rows": rows,
         "wire": wire_table,
         "equal": script("two_nodes.py", *pair, "--part", "equal", "--batch", str(args.batch)),
-        "unequal": script("two_nodes.py", *pair, "--part", "unequal", "--batch", "4096"),
+        "unequal": script("two_nodes.py", *pair, "--part", "unequal", "--batch", "8192"),
         "scaling": script("scaling.py", "--base", str(base), "--steps", str(args.steps), "--plot", str(args.plot)),
     }
 

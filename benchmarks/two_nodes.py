@@ -4,8 +4,9 @@
 
 Each node is a network namespace with one core (benchmarks/nodes.py); needs root, two cores, `ip` and `tc`. DIR has
 shards and a tokenizer: NANOCHAT_BASE_DIR=DIR python -m scripts.prepare --source sample. One node alone is measured
-before and after the pairs, and its mean counts. Slow nodes have a CPU quota; their share of the rows is found by the
-trainer itself, in steps that are not counted.
+before and after the pairs, and its mean counts. The slow node has a CPU quota. The pair starts with the rates of the
+nodes, as the launchers measure and give them (owners of the optimizer's state follow these alone), or with --from-equal
+from equal shares: the rows of each then find their place in steps that are not counted.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.nodes import Measured, missing, nodes, train
 
 SLOW_QUOTA = 0.4
-SETTLE_STEPS = 8
-"""Enough for the shares to find their place from equal ones: window, patience and the step that is on its way."""
+SETTLE_STEPS = {False: 2, True: 8}
+"""Steps that are not counted, by --from-equal: window, patience and the step that is on its way."""
 
 
 SHORT_ROWS = 128
@@ -75,14 +76,15 @@ def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -
     return [*ones, *(_result(what, run, rate, {"sync": sync}) for what, run, sync in pairs)]
 
 
-def fast_and_slow(base: Path, batch: int, steps: int) -> list[dict[str, Any]]:
+def fast_and_slow(base: Path, batch: int, steps: int, from_equal: bool) -> list[dict[str, Any]]:
     """A node of a whole core, one of SLOW_QUOTA, and both together, against the sum of their rates."""
     given, runs = flags(batch, SHORT_ROWS), []
     for quota in (1.0, SLOW_QUOTA):
         with nodes(1, quotas=[quota]) as made:
             runs.append(train(made, base, given, max(2, steps - 1), "bench-quota"))
     with nodes(2, quotas=[1.0, SLOW_QUOTA]) as made:
-        both = train(made, base, given, steps, "bench-unequal", settle=SETTLE_STEPS)
+        start = [] if from_equal else [f"--rates=1,{SLOW_QUOTA}"]
+        both = train(made, base, [*given, *start], steps, "bench-unequal", settle=SETTLE_STEPS[from_equal])
     total = sum(run.rate for run in runs)
     results = [
         _result(f"alone, quota {q:g}", run, runs[0].rate) for q, run in zip((1.0, SLOW_QUOTA), runs, strict=True)
@@ -110,6 +112,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--link", type=float, nargs="*", default=[1000, 100], help="Mbit/s, besides the unlimited one")
     parser.add_argument("--part", choices=["equal", "unequal", "both"], default="both")
+    parser.add_argument("--from-equal", action="store_true", help="let the rows of unequal nodes start equal")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     why = missing() or ("needs two cores" if len(os.sched_getaffinity(0)) < 2 else "")
@@ -119,7 +122,7 @@ def main() -> None:
     os.environ.setdefault("NANOCHAT_DTYPE", "auto")
     results = equal_nodes(args.base, args.batch, args.steps, [None, *args.link]) if args.part != "unequal" else []
     if args.part != "equal":
-        results += fast_and_slow(args.base, args.batch, args.steps)
+        results += fast_and_slow(args.base, args.batch, args.steps, args.from_equal)
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
