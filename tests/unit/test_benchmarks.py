@@ -47,7 +47,8 @@ def test_parts_that_were_not_measured_are_not_in_the_table() -> None:
 
 def figures(mbit: float = 1000.0) -> Figures:
     return Figures(
-        row=0.5, update=0.2, link=mbit * PAYLOAD, trip=0.0, beat=0.003, quota=0.5, mbit=mbit, batch=4096,
+        row=0.5, update=0.2, link=mbit * PAYLOAD, usual_link=mbit * PAYLOAD, trip=0.0, cpu=1e-9, beat=0.003, quota=0.5,
+        mbit=mbit, batch=4096,
     )  # fmt: skip
 
 
