@@ -2,8 +2,8 @@
 
 Each part runs in processes of its own and leaves its figures in OUT/<part>.json (OUT: data/bench); the table, also in
 OUT/bench.json and OUT/bench.md, is made from those of this call, or with --table from what is there. Ratios are of
-figures of one part, measured one after the other. With all parts it takes about six minutes on two cores; quieten the
-machine first. Parts that need root, a second core or `tc` say so and are left out.
+figures of one part, measured one after the other. All parts take some seven minutes on two cores; quieten the machine
+first. Parts that need root, a second core or `tc` say so and are left out.
 """
 
 from __future__ import annotations
@@ -80,6 +80,7 @@ def part_commands(args: argparse.Namespace) -> dict[str, Callable[[Path], None]]
     def script(name: str, *given: str) -> Callable[[Path], None]:
         return lambda path: _run(_script(name, *given, "--json", str(path)))
 
+    plot = ["--plot", str(args.plot)]
     pair = ["--base", str(base), "--steps", str(args.steps)]
     return {
         "step": script("train_step.py", "--depth", "4", "--dtype", *args.dtype, *peer),
@@ -87,7 +88,7 @@ def part_commands(args: argparse.Namespace) -> dict[str, Callable[[Path], None]]
         "wire": wire_table,
         "equal": script("two_nodes.py", *pair, "--part", "equal", "--batch", str(args.batch)),
         "unequal": script("two_nodes.py", *pair, "--part", "unequal", "--batch", "8192"),
-        "scaling": script("scaling.py", "--base", str(base), "--steps", str(args.steps), "--plot", str(args.plot)),
+        "scaling": script("scaling.py", "--base", str(base), "--steps", str(max(2, args.steps - 1)), *plot),
     }
 
 
