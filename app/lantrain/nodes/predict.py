@@ -28,8 +28,8 @@ HIDDEN = 0.5
 """Share of the gradients' way that a backward pass can hide, and of a micro-batch's time that may go by meanwhile."""
 EXCHANGES = 8
 """Round trips of a step that nothing hides: the loss, counts of touched rows, and the starts of the others."""
-
-
+BETTER = 0.8
+"""A node is named as the better master where it alone would need so much less."""
 MANY_NODES = 16
 """Up to so many, owners are laid out for each set that is looked at; beyond, they are taken to be in proportion."""
 
@@ -158,11 +158,14 @@ def why_left_out(work: Work, nodes: Sequence[Speed], kept: Sequence[int], out: i
     kept = [i for i in kept if nodes[i].flops > 0 and (i == 0 or nodes[i].link > 0)]
     with_it = step_seconds(work, [nodes[i] for i in sorted([*kept, out])])
     without = step_seconds(work, [nodes[i] for i in kept])
+    alone = step_seconds(work, [nodes[out]]).seconds
+    # The data is on the master, so nobody else can be left to train alone.
+    better = f"; alone it would take {alone:.2g} s: make it the master" if alone < BETTER * without.seconds else ""
     return (
         f"a step is expected to take {with_it.seconds:.2g} s with it and {without.seconds:.2g} s without: "
         f"{with_it.bytes / 1e6:.3g} MB a step take {with_it.wire:.2g} s, computing {with_it.compute:.2g} s instead of "
         f"{without.compute:.2g} s ({nodes[out].flops / 1e9:.3g} GFLOP/s, {nodes[out].link / 1e6:.3g} MB/s, round trip "
-        f"{nodes[out].round_trip * 1000:.2g} ms)"
+        f"{nodes[out].round_trip * 1000:.2g} ms){better}"
     )
 
 

@@ -83,6 +83,13 @@ def test_one_bad_link_does_not_cost_the_others_their_place() -> None:
     assert "(300 GFLOP/s, 0.5 MB/s, round trip 0 ms)" in why
 
 
+def test_a_faster_machine_behind_a_bad_link_is_named_as_the_better_master() -> None:
+    for flops, named in ((600e9, True), (200e9, False)):
+        why = why_left_out(WORK, [Speed(200e9), Speed(flops, SLOW)], [0], 1)
+        assert ("alone it would take" in why) == named
+        assert why.endswith("make it the master") == named
+
+
 def test_a_machine_too_slow_for_a_row_is_left_out_where_the_wire_costs() -> None:
     nodes = [Speed(400e9), Speed(4e9, WIFI)]
     assert worth_having(WORK, nodes) == [0]
