@@ -13,7 +13,7 @@ embedding tables only rows that some rank has touched lately travel.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -29,11 +29,20 @@ from lantrain.optim.sharded import ShardedOptimizer
 CHUNK = 2**22
 """Values exchanged at a time: bounds the work space, and keeps a single transfer far below the time-out."""
 
+SMALL = 2**12
+"""Smaller parameters travel in fp32: the scalars of the layers would share blocks with neighbours that change by a
+hundred times more, and a level of those is a jump for the whole network."""
+
 TAIL_STEPS = 10
 """AdamW's momentum (0.8) still moves a table's row so many steps after it was touched: 0.8^10 = 0.1 of a step."""
 
 MOMENTUM_BITS = 8
 """Momenta travel in so many bits when a run is resumed; second moments as bf16, which has no zero below them."""
+
+
+def _split(flat: Tensor, parts: list[tuple[str, int]]) -> Iterator[tuple[str, Tensor]]:
+    sizes = [count for _, count in parts]
+    yield from zip((name for name, _ in parts), flat[: sum(sizes)].split(sizes), strict=True)
 
 
 class LocalSteps:
@@ -70,8 +79,11 @@ class LocalSteps:
         self._source = 0
         self._shared = {name: param.detach().clone() for name, param in self.params.items()}
         self._momentum = {name: torch.zeros_like(tensor) for name, tensor in self._shared.items()}
+        small = [name for name, param in self.params.items() if param.numel() < SMALL and name not in self.tables]
+        large = [name for name in self.params if name not in small]
+        self._exchanges = [(names, bits) for names, bits in ((small, 32), (large, delta_bits)) if names]
         rounds_off = ranks.world > 1 and delta_bits < 32
-        self._residual = {name: torch.zeros_like(tensor) for name, tensor in self._shared.items()} if rounds_off else {}
+        self._residual = {name: torch.zeros_like(self._shared[name]) for name in large} if rounds_off else {}
         vocab = max((self.params[name].shape[0] for name in self.tables), default=0)
         self._touched_at = torch.full((vocab,), -TAIL_STEPS - 1, dtype=torch.int64)
 
@@ -113,17 +125,22 @@ class LocalSteps:
         Raises UserError on every rank, before the shared weights are touched, when a change is not a number.
         """
         weight, ids = self._agree_on_round()
-        flat = self._gather(weight, ids)
-        average = self._average(flat)
-        if not bool(torch.isfinite(average).all()):
-            raise UserError(
-                "a rank's change in this round is not a number; checkpoints are as they were",
-                "resume from the last checkpoint with lower learning rates",
-                WRONG_NUMBERS_EXIT,
-            )
-        if self._residual:
-            self._scatter_residual(flat, ids)
-        self._move(average, ids)
+        averages = []
+        for names, bits in self._exchanges:
+            parts = self._parts(names, ids)
+            flat = self._gather(parts, weight, ids)
+            average = self._average(flat, bits)
+            if not bool(torch.isfinite(average).all()):
+                raise UserError(
+                    "a rank's change in this round is not a number; checkpoints are as they were",
+                    "resume from the last checkpoint with lower learning rates",
+                    WRONG_NUMBERS_EXIT,
+                )
+            if bits < 32 and self._residual:
+                self._keep_residual(parts, flat, ids)
+            averages.append((parts, average))
+        for parts, average in averages:
+            self._move(parts, average, ids)
         self._touched_at -= self.steps_since
         self._touched_at.clamp_min_(-TAIL_STEPS - 1)
         self.steps_since, self._tokens = 0, 0
@@ -148,19 +165,19 @@ class LocalSteps:
         self._source = next((rank for rank, count in enumerate(tokens) if count), 0)
         return self._tokens / max(sum(tokens), 1), ids
 
-    def _parts(self, ids: Tensor) -> list[tuple[str, int]]:
-        """What a round exchanges, in order: each parameter's name and count of values (of tables, the rows `ids`)."""
+    def _parts(self, names: list[str], ids: Tensor) -> list[tuple[str, int]]:
+        """Each parameter's name and count of values that travel: of tables, the rows `ids`."""
+        params = {name: self.params[name] for name in names}
         return [
             (name, ids.numel() * param.shape[1] if name in self.tables else param.numel())
-            for name, param in self.params.items()
+            for name, param in params.items()
         ]
 
-    def _gather(self, weight: float, ids: Tensor) -> Tensor:
+    def _gather(self, parts: list[tuple[str, int]], weight: float, ids: Tensor) -> Tensor:
         """Weighted changes of this round and the residual of earlier ones, flat, padded to whole blocks a rank."""
-        parts = self._parts(ids)
         size = sum(count for _, count in parts)
         flat = torch.zeros(size + -size % (BLOCK * self.ranks.world))
-        for (name, _), part in zip(parts, flat[:size].split([count for _, count in parts]), strict=True):
+        for name, part in _split(flat, parts):
             shared, own = self._shared[name], self.params[name].detach()
             residual = self._residual.get(name)
             if name in self.tables:
@@ -172,18 +189,18 @@ class LocalSteps:
                 part.add_(residual.view(-1))
         return flat
 
-    def _average(self, flat: Tensor) -> Tensor:
+    def _average(self, flat: Tensor, bits: int) -> Tensor:
         """Sum of the ranks' `flat` with the same bits everywhere; with error feedback, `flat` becomes what is left."""
         if self.ranks.world == 1:
             return flat
         result = torch.empty_like(flat)
         chunk = CHUNK // (BLOCK * self.ranks.world) * BLOCK * self.ranks.world
         for values, target in zip(flat.split(chunk), result.split(chunk), strict=True):
-            self._average_chunk(values, target)
+            self._average_chunk(values, target, bits)
         return result
 
-    def _average_chunk(self, values: Tensor, target: Tensor) -> None:
-        world, rank, bits = self.ranks.world, self.ranks.rank, self.bits
+    def _average_chunk(self, values: Tensor, target: Tensor, bits: int) -> None:
+        world, rank = self.ranks.world, self.ranks.rank
         slices = values.view(world, -1)
         size = slices.shape[1]
         sent = torch.stack([quantise(part, bits) for part in slices])
@@ -203,20 +220,16 @@ class LocalSteps:
         torch.cat([dequantise(packed, size, bits) for packed in parts], out=target)
         self.sent_bytes += 2 * (world - 1) * packed_bytes(size, bits)
 
-    def _scatter_residual(self, flat: Tensor, ids: Tensor) -> None:
-        parts = self._parts(ids)
-        sizes = [count for _, count in parts]
-        for (name, _), part in zip(parts, flat[: sum(sizes)].split(sizes), strict=True):
+    def _keep_residual(self, parts: list[tuple[str, int]], flat: Tensor, ids: Tensor) -> None:
+        for name, part in _split(flat, parts):
             if name in self.tables:
                 self._residual[name][ids] = part.view(ids.numel(), -1)
             else:
                 self._residual[name].view(-1).copy_(part)
 
-    def _move(self, average: Tensor, ids: Tensor) -> None:
+    def _move(self, parts: list[tuple[str, int]], average: Tensor, ids: Tensor) -> None:
         """Nesterov SGD as torch's: v <- m v + g, w <- w - lr (g + m v). Rows that nobody touched have g = 0."""
-        parts = self._parts(ids)
-        sizes = [count for _, count in parts]
-        for (name, _), part in zip(parts, average[: sum(sizes)].split(sizes), strict=True):
+        for name, part in _split(average, parts):
             shared, momentum = self._shared[name], self._momentum[name]
             momentum.mul_(self.outer_momentum)
             if name in self.tables:
