@@ -3,6 +3,7 @@
     python benchmarks/local_steps.py BASE                        # data, tokenizer, all runs, table, picture in docs/
     python benchmarks/local_steps.py BASE --only local           # one run; it goes on where it was stopped
     python benchmarks/local_steps.py BASE --table                # table and picture of what is there
+    python benchmarks/local_steps.py BASE --link 20              # tokens/s over 20 Mbit/s; needs root, ip and tc
 
 Real ranks on this machine, one thread each, on the sample corpus (Python's own library) with a vocabulary of 4096: a
 GPT of depth 3 that takes a minute or two on two cores. BASE is an empty folder, or what an earlier call left.
@@ -20,18 +21,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "app"))
+sys.path[:0] = [str(ROOT), str(ROOT / "app")]
 
 from lantrain.errors import UserError, run_main  # noqa: E402
 from lantrain.training.report import RunFigures, read_run  # noqa: E402
 from lantrain.training.wire_plan import native_bytes  # noqa: E402
 
 STEPS = 360
-FLAGS = (
-    "--depth=3 --aspect-ratio=64 --head-dim=64 --max-seq-len=256 --device-batch-size=4 --total-batch-size=2048 "
-    f"--num-iterations={STEPS} --eval-every=60 --eval-tokens=49152 --sample-every=-1 --core-metric-every=-1 "
-    "--save-minutes=0 --no-rebalance --resume=auto"
-).split()
+MODEL = [
+    "--depth=3",
+    "--aspect-ratio=64",
+    "--head-dim=64",
+    "--max-seq-len=256",
+    "--device-batch-size=4",
+    "--total-batch-size=2048",
+]
+FLAGS = [
+    *MODEL, f"--num-iterations={STEPS}", "--eval-every=60", "--eval-tokens=49152", "--sample-every=-1",
+    "--core-metric-every=-1", "--save-minutes=0", "--no-rebalance", "--resume=auto",
+]  # fmt: skip
 RUNS: dict[str, tuple[int, list[str]]] = {
     "step by step": (2, ["--sync=step", "--wire-dtype=float32"]),
     "local": (2, ["--sync=local"]),
@@ -151,6 +159,31 @@ def plot(runs: list[RunFigures], path: Path) -> None:
     plt.close(figure)
 
 
+def over_link(base: Path, mbit: float) -> None:
+    """Print tokens/s of a fast and a slow node (CPU quotas 1.0 and 0.4) behind cables of `mbit` Mbit/s.
+
+    The limit is the sum of the two nodes' speeds while they compute. The mean over two whole rounds counts, or over ten
+    steps where ranks exchange every step.
+    """
+    from benchmarks.nodes import missing, nodes, train
+
+    if missing():
+        raise UserError(f"no shaped links here: {missing()}")
+    print(f"| over {mbit:g} Mbit/s | tokens/s | limit | share | rows |\n|---|---|---|---|---|")
+    settle = 28  # the shares have found their place, and with the warm-up a round has ended
+    ways = {"step": (["--sync=step", "--wire-dtype=bfloat16"], 10), "local": ([], 60), "auto": (["--sync=auto"], 60)}
+    for name, (extra, steps) in ways.items():
+        with nodes(2, mbit=mbit, quotas=[1.0, 0.4]) as made:
+            flags = [*MODEL, *(extra or ["--sync=local"])]
+            run = train(made, base, flags, steps, f"link-{name}", settle=settle if name != "step" else 15)
+        speeds = [256 * rows / seconds for rows, seconds in zip(run.rows, run.compute, strict=True) if rows]
+        rate, limit = run.tokens * len(run.steps) / sum(run.steps), sum(speeds)
+        print(f"| {name} | {rate:.0f} | {limit:.0f} | {100 * rate / limit:.0f}% | {run.rows} |", flush=True)
+        for line in run.log.splitlines():
+            if line.startswith("--sync auto"):
+                print(line)
+
+
 def main() -> None:
     """Run what is asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,9 +191,14 @@ def main() -> None:
     parser.add_argument("--only", choices=list(RUNS), default=None)
     parser.add_argument("--stop-after", type=int, default=STEPS)
     parser.add_argument("--table", action="store_true", help="train nothing")
+    parser.add_argument("--link", type=float, default=None, help="Mbit/s; measure speed instead of learning")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "local-steps.png")
     args = parser.parse_args()
     base = args.base.resolve()
+    if args.link is not None:
+        prepare(base)
+        over_link(base, args.link)
+        return
     if not args.table:
         base.mkdir(parents=True, exist_ok=True)
         prepare(base)
