@@ -9,10 +9,15 @@ therefore cut into blocks of queries, each with just the keys that it can see.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
+from lantrain.model.kernels import Kernels, fits, integers, is_bf16, kernels
 
 
 def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
@@ -24,6 +29,58 @@ def causal_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
     if window >= q.size(2) - 1:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     return _local_attention(q, k, v, window)
+
+
+def normed_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:
+    """`causal_attention` of queries and keys whose length is bounded, as `rotary_norm` leaves them.
+
+    The C++ operation relies on |q k| / sqrt(D) < 80 (16.3 at most after the norm with D = 128) and needs no running
+    maximum: 1.5 to 2.5 times as fast as torch's (docs/log.md).
+    """
+    found = kernels()
+    if found is None or not fits(q, k, v) or q.size(-1) % 64 or not q.numel():
+        return causal_attention(q, k, v, window)
+    return cast(Tensor, _NormedAttention.apply(q, k, v, window, found))
+
+
+class _NormedAttention(Function):
+    """The C++ operation. Keeps one number a query besides its operands and result."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, window: int, found: Kernels) -> Tensor:
+        out, inverse = _by_position(q), torch.empty(q.shape[:3])
+        shape = integers([*q.shape[:2], k.size(1), *q.shape[2:], window])
+        found.library.lantrain_attention_forward(
+            *(tensor.data_ptr() for tensor in (q, k, v, out)), inverse.data_ptr(), shape, _steps(q, k, v, out),
+            is_bf16(q), q.size(-1) ** -0.5, torch.get_num_threads(),
+        )  # fmt: skip
+        ctx.save_for_backward(q, k, v, out, inverse)
+        ctx.shape, ctx.kernels = shape, found
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, out, inverse = ctx.saved_tensors
+        if grad.stride(-1) != 1:
+            grad = grad.contiguous()
+        grads = [_by_position(tensor) for tensor in (q, k, v)]
+        tensors = [q, k, v, out, grad, *grads]
+        ctx.kernels.library.lantrain_attention_backward(
+            *(tensor.data_ptr() for tensor in tensors), inverse.data_ptr(), ctx.shape, _steps(*tensors),
+            is_bf16(q), q.size(-1) ** -0.5, torch.get_num_threads(),
+        )  # fmt: skip
+        return *grads, None, None
+
+
+def _by_position(like: Tensor) -> Tensor:
+    """An empty (B, H, T, D) whose memory runs (B, T, H, D), as the projections before and after read it."""
+    batch, heads, length, width = like.shape
+    return torch.empty(batch, length, heads, width, dtype=like.dtype).transpose(1, 2)
+
+
+def _steps(*tensors: Tensor) -> Any:
+    return integers([step for tensor in tensors for step in tensor.stride()[:3]])
 
 
 def cached_attention(q: Tensor, k: Tensor, v: Tensor, window: int) -> Tensor:

@@ -8,7 +8,7 @@ depth 4 and 8), most of it for zeros; gathering the touched rows once a step cos
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.nn.functional as F
@@ -27,9 +27,25 @@ class Embedding(nn.Module):
         return F.embedding(idx, self.weight)
 
 
+class WeightCasts:
+    """Weights in the compute dtype, each cast once for all micro-batches of a step."""
+
+    def __init__(self) -> None:
+        self._casts: dict[int, Tensor] = {}
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        """`weight` itself when it has the dtype, else its copy in `dtype` from when it was first asked for."""
+        if weight.dtype == dtype:
+            return weight.detach()
+        if id(weight) not in self._casts:
+            self._casts[id(weight)] = weight.detach().to(dtype)
+        return self._casts[id(weight)]
+
+
 @dataclass(frozen=True)
 class EmbeddingRows:
-    """The rows of every embedding table that one step touches, as leaves that collect gradients.
+    """What one step reads of the weights: copies of the touched rows of every embedding table, as leaves that collect
+    gradients, and the other weights' copies in the compute dtype. A new one is gathered when the weights have changed.
 
     After `GPT.loss(..., rows=rows).backward()` the gradient of table `name` is `rows.rows[name].grad` for the rows
     `rows.ids`, and zero elsewhere; the table's own `.grad` stays None.
@@ -38,6 +54,7 @@ class EmbeddingRows:
     ids: Tensor  # (U,) int64, sorted, unique
     rows: dict[str, Tensor]  # table name -> (U, C) float32 leaf
     _lookup: Tensor  # (vocab,) int64: id -> its place in ids; -1 where not gathered
+    casts: WeightCasts = field(default_factory=WeightCasts)
 
     @classmethod
     def gather(cls, tables: Mapping[str, Tensor], ids: Tensor, vocab: int) -> EmbeddingRows:

@@ -14,9 +14,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from lantrain.model.attention import cached_attention, causal_attention
-from lantrain.model.embedding import Embedding, EmbeddingRows
-from lantrain.model.functions import residual_mix, rms_norm, rotary_norm, smear, squared_relu_mlp
+from lantrain.model.attention import cached_attention, normed_attention
+from lantrain.model.embedding import Embedding, EmbeddingRows, WeightCasts
+from lantrain.model.functions import linear, residual_mix, rms_norm, rotary_norm, smear, squared_relu_mlp
 from lantrain.model.kv_cache import KVCache
 from lantrain.model.loss import SOFTCAP, softcap_cross_entropy, token_losses
 
@@ -88,9 +88,11 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(outputs, inputs))
 
-    def forward(self, x: Tensor) -> Tensor:
-        """(..., inputs) -> (..., outputs)."""
-        return F.linear(x, self.weight.to(x.dtype))
+    def forward(self, x: Tensor, casts: WeightCasts | None = None) -> Tensor:
+        """(..., inputs) -> (..., outputs); with `casts` x is (N, inputs) and the weight's cast is taken from there."""
+        if casts is None or self.weight.dtype == x.dtype:
+            return F.linear(x, self.weight.to(x.dtype))
+        return linear(x, self.weight, casts.of(self.weight, x.dtype))
 
 
 @dataclass
@@ -102,6 +104,7 @@ class _Place:
     cos: Tensor  # (1, T, 1, D/2)
     sin: Tensor
     cache: KVCache | None
+    casts: WeightCasts
 
 
 class Attention(nn.Module):
@@ -120,19 +123,19 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, value_embedding: Tensor | None, place: _Place) -> Tensor:
         """x (N, C) normed, N = B * T; value_embedding (N, kv_width) or None. Returns (N, C)."""
-        heads = (place.batch, place.length, -1, self.head_dim)
-        q = rotary_norm(self.c_q(x).view(heads), place.cos, place.sin).transpose(1, 2)
-        k = rotary_norm(self.c_k(x).view(heads), place.cos, place.sin).transpose(1, 2)
-        v = self.c_v(x).view(heads)
+        heads, casts = (place.batch, place.length, -1, self.head_dim), place.casts
+        q = rotary_norm(self.c_q(x, casts).view(heads), place.cos, place.sin).transpose(1, 2)
+        k = rotary_norm(self.c_k(x, casts).view(heads), place.cos, place.sin).transpose(1, 2)
+        v = self.c_v(x, casts).view(heads)
         if self.ve_gate is not None and value_embedding is not None:
             gate = 3 * torch.sigmoid(self.ve_gate(x[:, :VALUE_GATE_CHANNELS]))
             v = torch.addcmul(v, gate.view(*v.shape[:3], 1), value_embedding.view(v.shape))
         v = v.transpose(1, 2)
         if place.cache is None:
-            y = causal_attention(q, k, v, self.window)
+            y = normed_attention(q, k, v, self.window)
         else:
             y = cached_attention(q, *place.cache.append(self.layer, k, v), self.window)
-        return self.c_proj(y.transpose(1, 2).reshape(x.shape))
+        return self.c_proj(y.transpose(1, 2).reshape(x.shape), casts)
 
 
 class MLP(nn.Module):
@@ -143,9 +146,10 @@ class MLP(nn.Module):
         self.c_fc = Linear(config.n_embd, 4 * config.n_embd)
         self.c_proj = Linear(4 * config.n_embd, config.n_embd)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, casts: WeightCasts) -> Tensor:
         """(N, C) -> (N, C)."""
-        return squared_relu_mlp(x, self.c_fc.weight, self.c_proj.weight)
+        weights = self.c_fc.weight, self.c_proj.weight
+        return squared_relu_mlp(x, *weights, (casts.of(weights[0], x.dtype), casts.of(weights[1], x.dtype)))
 
 
 class Block(nn.Module):
@@ -159,7 +163,7 @@ class Block(nn.Module):
     def forward(self, x: Tensor, value_embedding: Tensor | None, place: _Place) -> Tensor:
         """(N, C) -> (N, C)."""
         x = x + self.attn(rms_norm(x), value_embedding, place)
-        return x + self.mlp(rms_norm(x))
+        return x + self.mlp(rms_norm(x), place.casts)
 
 
 class GPT(nn.Module):
@@ -197,8 +201,8 @@ class GPT(nn.Module):
         nn.init.normal_(tables.pop("transformer.wte.weight"), std=0.8, generator=random)
         nn.init.normal_(self.lm_head.weight, std=0.001, generator=random)
         for block in blocks:
-            for linear in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
-                nn.init.uniform_(linear.weight, -bound, bound, generator=random)
+            for projection in (block.attn.c_q, block.attn.c_k, block.attn.c_v):
+                nn.init.uniform_(projection.weight, -bound, bound, generator=random)
             nn.init.zeros_(block.attn.c_proj.weight)
             nn.init.uniform_(block.mlp.c_fc.weight, -bound * 0.4, bound * 0.4, generator=random)
             nn.init.zeros_(block.mlp.c_proj.weight)
@@ -251,28 +255,30 @@ class GPT(nn.Module):
         of a mean). "none": (B, T) float32 without a graph, for evaluation. With `rows` the embedding tables
         are read through them only.
         """
-        hidden = self._trunk(idx, rows, None)
+        casts = WeightCasts() if rows is None else rows.casts
+        hidden = self._trunk(idx, rows, None, casts)
         head, flat, vocab = self.lm_head.weight, targets.reshape(-1), self.config.vocab_size
         if reduction == "none":
             return token_losses(hidden, head, flat, vocab_size=vocab).mul_(scale).view(idx.shape)
-        return softcap_cross_entropy(hidden, head, flat, vocab_size=vocab, scale=scale)
+        narrow = casts.of(head, hidden.dtype)
+        return softcap_cross_entropy(hidden, head, flat, vocab_size=vocab, scale=scale, weight_cast=narrow)
 
     def logits(self, idx: Tensor, kv_cache: KVCache | None = None, *, last_only: bool = False) -> Tensor:
         """Softcapped logits (B, T, vocab) float32 of idx (B, T); with last_only (B, 1, vocab) of the last position.
 
         With a cache, idx continues the tokens already in it, and the cache moves on.
         """
-        hidden = self._trunk(idx, None, kv_cache).view(*idx.shape, -1)
+        hidden = self._trunk(idx, None, kv_cache, WeightCasts()).view(*idx.shape, -1)
         if last_only:
             hidden = hidden[:, -1:]
         logits = self.lm_head(hidden)[..., : self.config.vocab_size].float()
         return SOFTCAP * torch.tanh(logits / SOFTCAP)
 
-    def _trunk(self, idx: Tensor, rows: EmbeddingRows | None, cache: KVCache | None) -> Tensor:
+    def _trunk(self, idx: Tensor, rows: EmbeddingRows | None, cache: KVCache | None, casts: WeightCasts) -> Tensor:
         """Final normed hidden state (B * T, C) in the compute dtype."""
         batch, length = idx.shape
         cos, sin = self._rotary_tables(0 if cache is None else cache.position, length)
-        place = _Place(batch, length, cos, sin, cache)
+        place = _Place(batch, length, cos, sin, cache, casts)
         flat = idx.reshape(-1) if rows is None else rows.positions(idx.reshape(-1))
 
         x = rms_norm(self._embed("transformer.wte.weight", flat, rows))

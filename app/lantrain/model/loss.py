@@ -1,8 +1,9 @@
 """Output head, softcap and cross-entropy in one, with the gradients computed on the way forward.
 
 The logits of one micro-batch are the largest tensor of the model (1024 x 32768 floats, 134 MB), and eager autograd
-would keep half a dozen of them. Here there is one: the probabilities, and then their gradients, overwrite the logits
-in chunks of rows small enough to stay in cache, while the matmuls stay whole (small ones were 10 to 40% slower).
+would keep half a dozen of them. Here there is one, kept from micro-batch to micro-batch (fresh memory costs a page
+fault for every 4 KiB): the gradients overwrite the logits, while the matmuls stay whole (small ones were 10 to 40%
+slower). The C++ operation passes over the buffer once; its twin in PyTorch works in chunks of rows that fit the cache.
 
 The softcap 15 tanh(z / 15) is written with s = sigmoid(2 z / 15): tanh = 2 s - 1, so that
   softmax(15 tanh) = softmax(30 s)   (a constant shift cancels),
@@ -21,6 +22,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lantrain.model.kernels import fits, is_bf16, kernels
+
 SOFTCAP = 15.0
 IGNORE = -1
 # Elements of a chunk: 2 MiB of float32, and as much again for the probabilities, over all cores' L2 caches.
@@ -35,16 +38,18 @@ def softcap_cross_entropy(
     vocab_size: int,
     softcap: float = SOFTCAP,
     scale: float = 1.0,
+    weight_cast: Tensor | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of softcapped logits, times `scale`.
 
-    hidden (N, C) float32, bfloat16 or float64; weight (V_padded, C), cast to hidden's dtype for the matmuls;
-    targets (N,) int64, -1 to ignore. Columns from `vocab_size` on are padding: they take no part. Returns a scalar in
-    float32 (float64 for float64). Without gradients enabled no gradient work is done.
+    hidden (N, C) float32, bfloat16 or float64; weight (V_padded, C), cast to hidden's dtype for the matmuls unless
+    `weight_cast` is that already; targets (N,) int64, -1 to ignore. Columns from `vocab_size` on are padding: they take
+    no part. Returns a scalar in float32 (float64 for float64). Without gradients enabled no gradient work is done.
     """
     if not torch.is_grad_enabled():
         return token_losses(hidden, weight, targets, vocab_size=vocab_size, softcap=softcap).sum() * scale
-    return cast(Tensor, _SoftcapCrossEntropy.apply(hidden, weight, targets, vocab_size, softcap, scale))
+    narrow = weight.detach().to(hidden.dtype) if weight_cast is None else weight_cast
+    return cast(Tensor, _SoftcapCrossEntropy.apply(hidden, weight, narrow, targets, vocab_size, softcap, scale))
 
 
 @torch.no_grad()
@@ -52,8 +57,8 @@ def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = SOFTCAP
 ) -> Tensor:
     """Cross-entropy of each token (N,), zero where ignored, for evaluation: no graph. Shapes as above."""
-    logits = _logits(hidden, weight, vocab_size)
-    return _losses(logits, targets, softcap, want_grad=False)
+    logits = _logits(hidden, weight.to(hidden.dtype), vocab_size)
+    return _losses(logits, targets, softcap, 1.0, want_grad=False)
 
 
 def softcap_cross_entropy_reference(
@@ -73,14 +78,41 @@ def softcap_cross_entropy_reference(
 
 
 def _logits(hidden: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
-    return torch.mm(hidden, weight[:vocab_size].to(hidden.dtype).t())
+    """(N, V) in memory that the next call uses again."""
+    out = _buffer(hidden.size(0) * vocab_size, hidden.dtype).view(hidden.size(0), vocab_size)
+    return torch.mm(hidden, weight[:vocab_size].t(), out=out)
 
 
-def _losses(logits: Tensor, targets: Tensor, softcap: float, *, want_grad: bool) -> Tensor:
-    """Losses (N,) of logits (N, V), which are overwritten.
+_memory: dict[torch.dtype, Tensor] = {}
 
-    With `want_grad` they become (p - onehot) * s * (1 - s), a quarter of dloss/dz.
-    """
+
+def _buffer(count: int, dtype: torch.dtype) -> Tensor:
+    """`count` elements of one lasting buffer a dtype, uninitialised."""
+    if dtype not in _memory or _memory[dtype].numel() < count:
+        _memory.pop(dtype, None)
+        _memory[dtype] = torch.empty(count, dtype=dtype)
+    return _memory[dtype][:count]
+
+
+def _losses(logits: Tensor, targets: Tensor, softcap: float, scale: float, *, want_grad: bool) -> Tensor:
+    """Losses (N,) of logits (N, V), which are overwritten: with `want_grad` by scale * dloss/dlogits."""
+    found = kernels()
+    if found is None or not fits(logits):
+        return _losses_twin(logits, targets, softcap, scale, want_grad=want_grad)
+    tokens, vocab = logits.shape
+    targets = targets.contiguous()
+    if tokens and not (int(targets.min()) >= IGNORE and int(targets.max()) < vocab):
+        raise IndexError(f"a target is not among the {vocab} tokens")
+    losses = torch.empty(tokens, dtype=torch.float32)
+    found.library.lantrain_softcap_loss(
+        logits.data_ptr(), is_bf16(logits), tokens, vocab, targets.data_ptr(),
+        softcap, scale, want_grad, losses.data_ptr(), torch.get_num_threads(),
+    )  # fmt: skip
+    return losses
+
+
+def _losses_twin(logits: Tensor, targets: Tensor, softcap: float, scale: float, *, want_grad: bool) -> Tensor:
+    """The same by PyTorch's operators. (p - onehot) * s * (1 - s) is a quarter of dloss/dz."""
     tokens, vocab = logits.shape
     wide = torch.float64 if logits.dtype == torch.float64 else torch.float32
     losses = torch.empty(tokens, dtype=wide)
@@ -102,6 +134,7 @@ def _losses(logits: Tensor, targets: Tensor, softcap: float, *, want_grad: bool)
         p.scatter_add_(1, column, torch.full_like(column, -1, dtype=wide))
         if not seen.all():
             p[~seen] = 0
+        p.mul_(4 * scale)
         torch.addcmul(s, s, s, value=-1, out=s)
         torch.mul(s, p, out=chunk if converted is None else s)
         if converted is not None:
@@ -112,19 +145,24 @@ def _losses(logits: Tensor, targets: Tensor, softcap: float, *, want_grad: bool)
 class _SoftcapCrossEntropy(Function):
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, softcap: float, scale: float
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        narrow: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float,
+        scale: float,
     ) -> Tensor:
-        buffer = _logits(hidden, weight, vocab_size)
-        loss = _losses(buffer, targets, softcap, want_grad=True).sum() * scale
-        factor = 4 * scale  # the derivative of the softcap is 4 s (1 - s); the 4 goes into the narrow factors
-        grad_hidden = torch.mm(buffer, weight[:vocab_size].to(hidden.dtype)).mul_(factor)
+        buffer = _logits(hidden, narrow, vocab_size)
+        loss = _losses(buffer, targets, softcap, scale, want_grad=True).sum() * scale
+        grad_hidden = torch.mm(buffer, narrow[:vocab_size])
         grad_weight = torch.empty_like(weight)
         grad_weight[vocab_size:] = 0
         if weight.dtype == hidden.dtype:
-            torch.mm(buffer.t(), hidden * factor, out=grad_weight[:vocab_size])
+            torch.mm(buffer.t(), hidden, out=grad_weight[:vocab_size])
         else:
             grad_weight[:vocab_size] = torch.mm(buffer.t(), hidden)
-            grad_weight[:vocab_size].mul_(factor)
         ctx.save_for_backward(grad_hidden, grad_weight)
         return loss
 
@@ -135,4 +173,4 @@ class _SoftcapCrossEntropy(Function):
         factor = grad.item()
         if factor != 1.0:  # backward() straight from the loss: no pass over the 67 MB of the head's gradient
             grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor
-        return grad_hidden, grad_weight, None, None, None, None
+        return grad_hidden, grad_weight, None, None, None, None, None

@@ -1,0 +1,363 @@
+// Causal attention with a sliding window, forward and backward, for queries and keys of bounded length.
+//
+// A block of queries meets all the keys that it sees (chunks of them, in long sequences), so that a window costs what it
+// shows. There is no running maximum: normed queries and keys bound the scores (|score| <= 1.44 sqrt(head_dim), 16.3 for
+// 128), so the exponentials neither overflow nor vanish. Scores are clamped at 80 for the sake of other callers.
+#include <algorithm>
+#include <vector>
+
+#include "product.h"
+
+namespace {
+
+constexpr int64_t QUERIES = 48;      // of a block: whole tiles of 6 and of 8 rows
+constexpr int64_t CHUNK_KEYS = 512;  // a block's scores, and the keys and values of a chunk, stay in the L2 cache
+
+struct Shape {
+  int64_t batch, heads, kv_heads, length, width, window;
+  int64_t padded() const { return round_up(length, PANEL); }
+};
+
+// Steps between batches, heads and positions of a tensor; channels are neighbours.
+struct Layout {
+  int64_t batch, head, position;
+};
+
+template <class T>
+struct View {
+  T* data;
+  Layout layout;
+  T* at(int64_t batch, int64_t head, int64_t position = 0) const {
+    return data + batch * layout.batch + head * layout.head + position * layout.position;
+  }
+  int64_t step() const { return layout.position; }
+};
+
+struct Range {
+  int64_t first, last;
+  int64_t size() const { return last - first; }
+};
+
+// The keys that a run of queries sees, in whole panels, of those in `within`.
+inline Range visible(const Shape& s, int64_t first_query, int64_t queries, Range within) {
+  const int64_t first = std::max<int64_t>(0, first_query - s.window) / PANEL * PANEL;
+  const int64_t last = std::min(s.padded(), round_up(first_query + queries, PANEL));
+  return {std::max(first, within.first), std::min(last, within.last)};
+}
+
+// A block of queries: tiles of rows, each with its own visible keys.
+struct Block {
+  int64_t first, count;
+  int rows(int64_t i) const { return int(std::min<int64_t>(TILE_ROWS, count - i)); }
+  Range keys(const Shape& s, int64_t i, Range within) const { return visible(s, first + i, rows(i), within); }
+};
+
+// scores (block, chunk) = left (block, width) times the packed transposed right; only panels that a tile sees.
+template <class P>
+void products_with_keys(const Block& block, const typename P::unit* left, const typename P::unit* right, const Shape& s,
+                        Range chunk, float* scores, int64_t ld) {
+  const int64_t units = s.width / P::PAIR;
+  for (int64_t j = chunk.first; j < chunk.last; j += PANEL)
+    for (int64_t i = 0; i < block.count; i += TILE_ROWS) {
+      const Range seen = block.keys(s, i, chunk);
+      if (j < seen.first || j >= seen.last) continue;
+      tile_of<P>(block.rows(i), units, left + i * units, units, 1, right + j * units, scores + i * ld + (j - chunk.first),
+                 ld, false);
+    }
+}
+
+// out (block, width) += weights (block, chunk) times the packed rows of keys or values.
+template <class P>
+void sum_over_keys(const Block& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
+                   Range chunk, int64_t ld, float* out) {
+  const int64_t panel_units = s.padded() / P::PAIR * PANEL;
+  for (int64_t d = 0; d < s.width; d += PANEL)
+    for (int64_t i = 0; i < block.count; i += TILE_ROWS) {
+      const Range seen = block.keys(s, i, chunk);
+      if (seen.size() <= 0) continue;
+      tile_of<P>(block.rows(i), seen.size() / P::PAIR, weights + (i * ld + seen.first - chunk.first) / P::PAIR,
+                 ld / P::PAIR, 1, right + d / PANEL * panel_units + seen.first / P::PAIR * PANEL, out + i * s.width + d,
+                 s.width, true);
+    }
+}
+
+// out (keys, width) += transposed weights (chunk, block) times the packed rows of the block's queries or gradients.
+// weights are units of neighbouring queries: (block / PAIR, chunk).
+template <class P>
+void sum_over_queries(const Block& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
+                      Range chunk, int64_t ld, float* out) {
+  for (int64_t j = chunk.first; j < chunk.last; j += PANEL) {
+    int64_t first = block.count, last = 0;  // the queries whose tiles see this panel: a run
+    for (int64_t i = 0; i < block.count; i += TILE_ROWS) {
+      const Range seen = block.keys(s, i, chunk);
+      if (j < seen.first || j >= seen.last) continue;
+      first = std::min(first, i);
+      last = i + block.rows(i);
+    }
+    if (first >= last) continue;
+    const int64_t units = (last - first + P::PAIR - 1) / P::PAIR;
+    for (int64_t key = j; key < j + PANEL; key += TILE_ROWS) {
+      const int rows = int(std::min<int64_t>(TILE_ROWS, j + PANEL - key));
+      for (int64_t d = 0; d < s.width; d += PANEL)
+        tile_of<P>(rows, units, weights + first / P::PAIR * ld + (key - chunk.first), 1, ld,
+                   right + d / PANEL * (QUERIES / P::PAIR * PANEL) + first / P::PAIR * PANEL, out + key * s.width + d,
+                   s.width, true);
+    }
+  }
+}
+
+// Scores become e^(scale * score) * factor of the row, zero where invisible; the rows' sums are added to `sums`.
+inline void exponentials(const Block& block, const Shape& s, Range chunk, float* scores, int64_t ld, float scale,
+                         const float* factors, float* sums) {
+  const vf lanes = lane_numbers();
+  for (int64_t i = 0; i < block.count; i++) {
+    const int64_t query = block.first + i;
+    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    const float factor = factors ? factors[i] : 1.f;
+    vf total = {};
+    for (int64_t j = seen.first; j < seen.last; j += LANES) {
+      float* p = scores + i * ld + (j - chunk.first);
+      vf e = exp_small(clamp(load(p) * scale, -80.f, 80.f)) * factor;
+      if (j + LANES - 1 > query || j < query - s.window) {
+        const vf distance = float(query - j) - lanes;
+        e = (distance >= 0.f) & (distance <= float(s.window)) ? e : vf{};
+      }
+      store(p, e);
+      total += e;
+    }
+    if (sums) sums[i] += sum_of(total);
+  }
+}
+
+// slopes = weights * (slopes - delta of the row) * scale: the gradient of the scores before their scale.
+inline void score_gradients(const Block& block, const Shape& s, Range chunk, const float* weights, float* slopes,
+                            int64_t ld, const float* deltas, float scale) {
+  for (int64_t i = 0; i < block.count; i++) {
+    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES)
+      store(slopes + i * ld + j, load(weights + i * ld + j) * (load(slopes + i * ld + j) - deltas[i]) * scale);
+  }
+}
+
+// Units along the keys: floats as they are, pairs of bfloat16 written to `out`.
+inline const float* units_of_keys(const Block&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
+inline const uint32_t* units_of_keys(const Block& block, const Shape& s, Range chunk, const float* x, int64_t ld,
+                                     uint32_t* out) {
+  for (int64_t i = 0; i < block.count; i++) {
+    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    bf16* row = reinterpret_cast<bf16*>(out + i * ld / 2);
+    for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES)
+      store(row + j, load(x + i * ld + j));
+  }
+  return out;
+}
+
+// Units along the queries: floats as they are, pairs of rows written to `out`; an odd last row is paired with zeros.
+inline const float* units_of_queries(const Block&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
+inline const uint32_t* units_of_queries(const Block& block, const Shape& s, Range chunk, const float* x, int64_t ld,
+                                        uint32_t* out) {
+  for (int64_t i = 0; i < block.count; i += 2) {  // both rows are of one tile: TILE_ROWS is even
+    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    const bool pair = i + 1 < block.count;
+    for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES) {
+      const vu low = __builtin_convertvector(narrowed(load(x + i * ld + j)), vu);
+      const vu high = pair ? __builtin_convertvector(narrowed(load(x + (i + 1) * ld + j)), vu) : vu{};
+      *reinterpret_cast<vu_mem*>(out + i / 2 * ld + j) = low | high << 16;
+    }
+  }
+  return out;
+}
+
+template <class T>
+void write_rows(const float* from, int64_t rows, int64_t width, T* to, int64_t step) {
+  for (int64_t i = 0; i < rows; i++)
+    for (int64_t d = 0; d < width; d += LANES) store(to + i * step + d, load(from + i * width + d));
+}
+
+template <class P, class T>
+void forward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, View<T> out, float* inverse_sums,
+             float scale, int threads) {
+  typedef typename P::unit unit;
+  const int64_t padded = s.padded(), head_units = padded * s.width / P::PAIR;
+  std::vector<unit> keys(size_t(s.batch * s.kv_heads * head_units)), values(keys.size());
+  const int64_t blocks = (s.length + QUERIES - 1) / QUERIES, heads = s.batch * s.heads;
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < s.batch * s.kv_heads; n++) {
+      const int64_t b = n / s.kv_heads, h = n % s.kv_heads;
+      pack_columns<P>(k.at(b, h), k.step(), s.length, padded, s.width, keys.data() + n * head_units);
+      pack_rows<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data() + n * head_units);
+    }
+    const int64_t ld = std::min(padded, CHUNK_KEYS);
+    std::vector<float> scores(size_t(QUERIES * ld)), result(size_t(QUERIES * s.width)), sums(QUERIES);
+    std::vector<unit> queries(size_t(QUERIES * s.width)), weights(scores.size());
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < heads * blocks; n++) {
+      // The last blocks see most keys: they come first, so that the threads end together.
+      const int64_t first = (blocks - 1 - n / heads) * QUERIES, b = n % heads / s.heads, h = n % s.heads;
+      const int64_t kv = (b * s.kv_heads + h / (s.heads / s.kv_heads)) * head_units;
+      const Block block{first, std::min(QUERIES, s.length - first)};
+      pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, queries.data());
+      std::fill(sums.begin(), sums.end(), 0.f);
+      std::fill(result.begin(), result.end(), 0.f);
+      const Range all = visible(s, first, block.count, {0, padded});
+      for (int64_t chunk = all.first; chunk < all.last; chunk += ld) {
+        const Range part{chunk, std::min(all.last, chunk + ld)};
+        products_with_keys<P>(block, queries.data(), keys.data() + kv, s, part, scores.data(), ld);
+        exponentials(block, s, part, scores.data(), ld, scale, nullptr, sums.data());
+        const unit* ready = units_of_keys(block, s, part, scores.data(), ld, weights.data());
+        sum_over_keys<P>(block, ready, values.data() + kv, s, part, ld, result.data());
+      }
+      float* inverse = inverse_sums + (b * s.heads + h) * s.length + first;
+      for (int64_t i = 0; i < block.count; i++) {
+        inverse[i] = 1 / sums[size_t(i)];
+        float* row = result.data() + i * s.width;
+        for (int64_t d = 0; d < s.width; d += LANES) store(row + d, load(row + d) * inverse[i]);
+      }
+      write_rows(result.data(), block.count, s.width, out.at(b, h, first), out.step());
+    }
+  }
+}
+
+// What a thread needs for a block in the backward pass.
+template <class P>
+struct Scratch {
+  typedef typename P::unit unit;
+  explicit Scratch(int64_t ld, int64_t width)
+      : weights(size_t(QUERIES * ld)), slopes(weights.size()), deltas(QUERIES), grad_q(size_t(QUERIES * width)),
+        left(size_t(QUERIES * width)), left_grad(left.size()), rows(left.size()), rows_grad(left.size()),
+        by_key(P::PAIR == 2 ? weights.size() : 0), by_query(by_key.size()) {}
+  std::vector<float> weights, slopes, deltas, grad_q;
+  std::vector<unit> left, left_grad, rows, rows_grad, by_key, by_query;
+};
+
+template <class P, class T>
+void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, View<const T> out, View<const T> grad,
+              const float* inverse_sums, View<T> grad_q, View<T> grad_k, View<T> grad_v, float scale, int threads) {
+  typedef typename P::unit unit;
+  const int64_t padded = s.padded(), head_units = padded * s.width / P::PAIR, group = s.heads / s.kv_heads;
+  const int64_t blocks = (s.length + QUERIES - 1) / QUERIES, heads = s.batch * s.heads;
+  // Gradients of keys and values are summed over the queries: each part of the queries of a head has its own sums.
+  const int64_t parts = std::clamp<int64_t>((2 * threads + heads - 1) / heads, 1, blocks), size = padded * s.width;
+  const size_t packed = size_t(s.batch * s.kv_heads * head_units);
+  std::vector<unit> keys(packed), key_rows(packed), values(packed);
+  std::vector<float> sums(size_t(2 * heads * parts * size));
+#pragma omp parallel num_threads(threads)
+  {
+#pragma omp for schedule(static)
+    for (int64_t n = 0; n < s.batch * s.kv_heads; n++) {
+      const int64_t b = n / s.kv_heads, h = n % s.kv_heads;
+      pack_columns<P>(k.at(b, h), k.step(), s.length, padded, s.width, keys.data() + n * head_units);
+      pack_rows<P>(k.at(b, h), k.step(), s.length, padded, s.width, key_rows.data() + n * head_units);
+      pack_columns<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data() + n * head_units);
+    }
+    const int64_t ld = std::min(padded, CHUNK_KEYS);
+    Scratch<P> x(ld, s.width);
+#pragma omp for schedule(dynamic)
+    for (int64_t n = 0; n < heads * parts; n++) {
+      const int64_t b = n / parts / s.heads, h = n / parts % s.heads;
+      const int64_t kv = (b * s.kv_heads + h / group) * head_units;
+      float* sums_k = sums.data() + 2 * n * size;
+      float* sums_v = sums_k + size;
+      for (int64_t first = n % parts * QUERIES; first < s.length; first += parts * QUERIES) {
+        const Block block{first, std::min(QUERIES, s.length - first)};
+        pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, x.left.data());
+        pack_units<P>(grad.at(b, h, first), grad.step(), block.count, s.width, x.left_grad.data());
+        pack_rows<P>(q.at(b, h, first), q.step(), block.count, QUERIES, s.width, x.rows.data());
+        pack_rows<P>(grad.at(b, h, first), grad.step(), block.count, QUERIES, s.width, x.rows_grad.data());
+        for (int64_t i = 0; i < block.count; i++) {
+          vf dot = {};
+          for (int64_t d = 0; d < s.width; d += LANES)
+            dot += load(grad.at(b, h, first + i) + d) * load(out.at(b, h, first + i) + d);
+          x.deltas[size_t(i)] = sum_of(dot);
+        }
+        std::fill(x.grad_q.begin(), x.grad_q.end(), 0.f);
+        const float* inverse = inverse_sums + (b * s.heads + h) * s.length + first;
+        const Range all = visible(s, first, block.count, {0, padded});
+        for (int64_t chunk = all.first; chunk < all.last; chunk += ld) {
+          const Range part{chunk, std::min(all.last, chunk + ld)};
+          products_with_keys<P>(block, x.left.data(), keys.data() + kv, s, part, x.weights.data(), ld);
+          exponentials(block, s, part, x.weights.data(), ld, scale, inverse, nullptr);
+          products_with_keys<P>(block, x.left_grad.data(), values.data() + kv, s, part, x.slopes.data(), ld);
+          score_gradients(block, s, part, x.weights.data(), x.slopes.data(), ld, x.deltas.data(), scale);
+          const unit* ready = units_of_queries(block, s, part, x.weights.data(), ld, x.by_query.data());
+          sum_over_queries<P>(block, ready, x.rows_grad.data(), s, part, ld, sums_v);
+          ready = units_of_queries(block, s, part, x.slopes.data(), ld, x.by_query.data());
+          sum_over_queries<P>(block, ready, x.rows.data(), s, part, ld, sums_k);
+          ready = units_of_keys(block, s, part, x.slopes.data(), ld, x.by_key.data());
+          sum_over_keys<P>(block, ready, key_rows.data() + kv, s, part, ld, x.grad_q.data());
+        }
+        write_rows(x.grad_q.data(), block.count, s.width, grad_q.at(b, h, first), grad_q.step());
+      }
+    }
+#pragma omp for schedule(static)
+    for (int64_t row = 0; row < s.batch * s.kv_heads * s.length; row++) {
+      const int64_t b = row / s.length / s.kv_heads, h = row / s.length % s.kv_heads, t = row % s.length;
+      for (int64_t d = 0; d < s.width; d += LANES) {
+        vf total_k = {}, total_v = {};
+        for (int64_t n = 0; n < group * parts; n++) {  // heads of a group are neighbours
+          const float* from = sums.data() + 2 * ((b * s.heads + h * group) * parts + n) * size + t * s.width + d;
+          total_k += load(from);
+          total_v += load(from + size);
+        }
+        store(grad_k.at(b, h, t) + d, total_k);
+        store(grad_v.at(b, h, t) + d, total_v);
+      }
+    }
+  }
+}
+
+template <class T, int N>
+View<T> view(void* const (&data)[N], const int64_t* layouts, int index) {
+  const int64_t* l = layouts + 3 * index;
+  return {static_cast<T*>(data[index]), {l[0], l[1], l[2]}};
+}
+
+template <class P, class T>
+void forward_of(const Shape& s, void* const (&x)[4], const int64_t* layouts, float* inverse, float scale, int threads) {
+  forward<P, T>(s, view<const T>(x, layouts, 0), view<const T>(x, layouts, 1), view<const T>(x, layouts, 2),
+                view<T>(x, layouts, 3), inverse, scale, threads);
+}
+
+template <class P, class T>
+void backward_of(const Shape& s, void* const (&x)[8], const int64_t* layouts, const float* inverse, float scale,
+                 int threads) {
+  backward<P, T>(s, view<const T>(x, layouts, 0), view<const T>(x, layouts, 1), view<const T>(x, layouts, 2),
+                 view<const T>(x, layouts, 3), view<const T>(x, layouts, 4), inverse, view<T>(x, layouts, 5),
+                 view<T>(x, layouts, 6), view<T>(x, layouts, 7), scale, threads);
+}
+
+#if defined(__AVX512BF16__)
+typedef Bf16Products NarrowProducts;
+#else
+typedef Fp32Products NarrowProducts;  // bfloat16 is widened when it is packed
+#endif
+
+}  // namespace
+
+// width: a multiple of 64. shape: batch, heads, kv_heads, length, width, window. Tensors are (batch, heads or kv_heads,
+// length, width) with three steps each in `layouts`, in the order of the arguments. inverse: (batch, heads, length),
+// what the backward pass needs of the forward.
+LANTRAIN_API void lantrain_attention_forward(void* q, void* k, void* v, void* out, float* inverse, const int64_t* shape,
+                                           const int64_t* layouts, int is_bf16, float scale, int threads) {
+  const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+  void* const x[4] = {q, k, v, out};
+  if (is_bf16) {
+    forward_of<NarrowProducts, bf16>(s, x, layouts, inverse, scale, threads);
+  } else {
+    forward_of<Fp32Products, float>(s, x, layouts, inverse, scale, threads);
+  }
+}
+
+LANTRAIN_API void lantrain_attention_backward(void* q, void* k, void* v, void* out, void* grad, void* grad_q, void* grad_k,
+                                            void* grad_v, const float* inverse, const int64_t* shape,
+                                            const int64_t* layouts, int is_bf16, float scale, int threads) {
+  const Shape s{shape[0], shape[1], shape[2], shape[3], shape[4], shape[5]};
+  void* const x[8] = {q, k, v, out, grad, grad_q, grad_k, grad_v};
+  if (is_bf16) {
+    backward_of<NarrowProducts, bf16>(s, x, layouts, inverse, scale, threads);
+  } else {
+    backward_of<Fp32Products, float>(s, x, layouts, inverse, scale, threads);
+  }
+}

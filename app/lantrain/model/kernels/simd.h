@@ -1,0 +1,112 @@
+// Vectors of floats as wide as the target allows, on GCC's vector extensions: one source for AVX2, AVX-512 and NEON.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#define LANTRAIN_API extern "C" __attribute__((visibility("default")))
+
+namespace {
+
+#if defined(__AVX512F__)
+constexpr int LANES = 16;
+constexpr int PANEL_VECTORS = 2;  // vectors side by side in a tile of the matrix product
+constexpr int TILE_ROWS = 8;
+#elif defined(__AVX__)
+constexpr int LANES = 8;
+constexpr int PANEL_VECTORS = 2;
+constexpr int TILE_ROWS = 6;  // 12 of 16 registers are sums
+#else
+constexpr int LANES = 4;
+constexpr int PANEL_VECTORS = 4;
+constexpr int TILE_ROWS = 6;
+#endif
+
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+// The same in memory, at any address.
+typedef float vf_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint32_t vu_mem __attribute__((vector_size(4 * LANES), aligned(4), may_alias));
+typedef uint16_t vh_mem __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
+
+struct bf16 {
+  uint16_t bits;
+};
+
+inline float widen(float x) { return x; }
+inline float widen(bf16 x) {
+  uint32_t bits = uint32_t(x.bits) << 16;
+  float y;
+  std::memcpy(&y, &bits, 4);
+  return y;
+}
+inline void narrow(float x, float* out) { *out = x; }
+inline void narrow(float x, bf16* out) {  // to the nearest, ties to even
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) {
+    out->bits = 0x7fc0;
+  } else {
+    out->bits = uint16_t((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
+  }
+}
+
+inline vf splat(float x) { return x - vf{}; }
+inline vf load(const float* p) { return *reinterpret_cast<const vf_mem*>(p); }
+inline void store(float* p, vf x) { *reinterpret_cast<vf_mem*>(p) = x; }
+inline vf load(const bf16* p) {
+  return (vf)(__builtin_convertvector(*reinterpret_cast<const vh_mem*>(p), vu) << 16);
+}
+inline vh narrowed(vf x) {
+#if defined(__AVX512BF16__)
+  return (vh)_mm512_cvtneps_pbh((__m512)x);
+#else
+  vu bits = (vu)x;
+  vu rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  vi is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  return __builtin_convertvector(is_nan ? (vu)((vu){} + 0x7fc0) : rounded, vh);
+#endif
+}
+inline void store(bf16* p, vf x) { *reinterpret_cast<vh_mem*>(p) = narrowed(x); }
+
+inline vf lane_numbers() {
+  vf n;
+  for (int i = 0; i < LANES; i++) n[i] = float(i);
+  return n;
+}
+
+inline float sum_of(vf x) {
+  float total = 0;
+  for (int i = 0; i < LANES; i++) total += x[i];
+  return total;
+}
+
+inline vf clamp(vf x, float low, float high) {
+  x = x < low ? splat(low) : x;
+  return x > high ? splat(high) : x;
+}
+
+// e^x to 2 ulp for |x| <= 87; beyond that clamp first. Polynomial of Cephes' expf. Not-a-number stays one.
+inline vf exp_small(vf x) {
+  const float magic = 12582912.f;  // 1.5 * 2^23: the sum's low bits are x / ln 2, rounded
+  vf shifted = x * 1.44269504f + magic;
+  vf n = shifted - magic;
+  vf r = x - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  vf p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.f;
+  return (vf)((vi)p + ((vi)shifted << 23));
+}
+
+}  // namespace
