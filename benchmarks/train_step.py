@@ -1,12 +1,13 @@
 """Speed and memory of one training step, against the machine's own matrix-multiplication rate.
 
-    python benchmarks/train_step.py [--depth 4 8] [--dtype fp32 bf16] [--json FILE] [--nanochat CHECKOUT]
+    python benchmarks/train_step.py [--depth 4 8] [--dtype fp32 bf16] [--tokens 2048] [--json FILE]
+                                    [--nanochat CHECKOUT [--compiled]]
 
-A step is 2048 tokens in micro-batches: forward, backward, optimizer, in one process (depth 4: rows of 512, two at a
-time; depth 8: rows of 1024, one at a time). Each configuration runs in a fresh process, so that its peak memory and the
-time from process start to the end of the first step are its own. "roofline" is the time that the step's matrix products
-take by themselves, timed in the same process right after; "share" is roofline / step. "mfu" counts the
-recipe's model FLOPs a token against the rate of one square product, 1024 wide.
+A step is 2048 tokens (or --tokens) in micro-batches: forward, backward, optimizer, in one process (depth 4: rows of
+512, two at a time; depth 8: rows of 1024, one at a time). Each configuration runs in a fresh process, so that its peak
+memory and the time from process start to the end of the first step are its own. "roofline" is the time that the step's
+matrix products take by themselves (into memory that is there already), timed in the same process right after; "share"
+is roofline / step. "mfu" counts the recipe's model FLOPs a token against the rate of one square product, 1024 wide.
 """
 
 from __future__ import annotations
@@ -27,20 +28,19 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "app"))
 
-TOKENS = 2048
 VOCAB = 32768
 SHAPES = {4: (512, 2), 8: (1024, 1), 12: (1024, 1)}  # depth: (row length, rows in a micro-batch)
 STEPS = 5
 RATES = {"unembedding_lr": 5e-4, "embedding_lr": 2e-2, "matrix_lr": 1e-3, "scalar_lr": 3e-2}
 
 
-def token_rows(depth: int) -> Any:
+def token_rows(depth: int, tokens: int) -> Any:
     """(micro-batches, B, T + 1) token ids with the frequencies of text: 1 / rank, over the whole vocabulary."""
     import torch
 
     length, batch = SHAPES[depth]
     weights = 1.0 / torch.arange(1, VOCAB + 1)
-    count = TOKENS // length * (length + 1)
+    count = tokens // length * (length + 1)
     ids = torch.multinomial(weights, count, replacement=True, generator=torch.Generator().manual_seed(0))
     return ids.view(-1, batch, length + 1)
 
@@ -71,17 +71,20 @@ def peak_megabytes() -> float:
 class Trainer:
     """One process's training step with the model and optimizers of this project."""
 
-    def __init__(self, depth: int, dtype: Any) -> None:
+    def __init__(self, depth: int, dtype: Any, tokens: int = 2048) -> None:
         import torch
 
         from lantrain.model.gpt import GPT, config_for_depth
+        from lantrain.model.memory import keep_freed_memory
         from lantrain.optim.groups import parameter_groups
         from lantrain.optim.muon import second_moment_shape
 
+        keep_freed_memory()
         length, _ = SHAPES[depth]
         self.model = GPT(config_for_depth(depth, sequence_len=length, vocab_size=VOCAB), dtype)
         self.model.init_weights()
-        self.dtype, self.data, self.step_count = dtype, token_rows(depth), 0
+        self.dtype, self.data, self.step_count = dtype, token_rows(depth, tokens), 0
+        self.tokens = tokens
         self.weights = dict(self.model.named_parameters())
         self.groups = parameter_groups(self.model, **RATES, weight_decay=0.1)
         self.state: dict[str, tuple[Any, Any]] = {}
@@ -98,7 +101,7 @@ class Trainer:
         rows = EmbeddingRows.gather(self.model.embedding_tables(), self.data[..., :-1], VOCAB)
         total = 0.0
         for tokens in self.data:
-            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:], scale=1 / TOKENS, rows=rows)
+            loss = self.model.loss(tokens[:, :-1], tokens[:, 1:], scale=1 / self.tokens, rows=rows)
             loss.backward()
             total += loss.item()
         self.step_count += 1
@@ -151,9 +154,12 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
             shape = (module.weight.size(0), module.weight.size(1))
             shapes[shape] = shapes.get(shape, 0) + 1
 
+    def seconds(a: torch.Tensor, b: torch.Tensor) -> float:
+        out = torch.empty(a.size(0), b.size(1), dtype=dtype)
+        return median_seconds(partial(torch.mm, a, b, out=out))
+
     def product(rows: int, inner: int, columns: int) -> float:
-        a, b = torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype)
-        return median_seconds(lambda: torch.mm(a, b.t()))
+        return seconds(torch.randn(rows, inner).to(dtype), torch.randn(columns, inner).to(dtype).t())
 
     weights = 0.0
     for (outputs, inputs), count in shapes.items():
@@ -162,7 +168,7 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
         x, w = torch.randn(tokens, inputs).to(dtype), torch.randn(outputs, inputs).to(dtype)
         g = torch.randn(tokens, outputs).to(dtype)
         for left, right in ((x, w.t()), (g, w), (g.t(), x)):
-            weights += count * median_seconds(partial(torch.mm, left, right))
+            weights += count * seconds(left, right)
 
     attention = 0.0
     square = product(length, config.head_dim, length) / 2  # causal: half of the square
@@ -178,12 +184,14 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
     return {"weights": weights * micro_batches, "attention": attention * micro_batches, "muon": muon}
 
 
-def measure(depth: int, dtype_name: str) -> dict[str, Any]:
+def measure(depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
     """All figures of one configuration, in this process."""
     import torch
 
+    from lantrain.model.kernels import kernels
+
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
-    trainer = Trainer(depth, dtype)
+    trainer = Trainer(depth, dtype, tokens)
     trainer.step()
     first = process_age()
     seconds = median_seconds(trainer.step)
@@ -192,23 +200,24 @@ def measure(depth: int, dtype_name: str) -> dict[str, Any]:
     square = torch.randn(1024, 1024).to(dtype)
     rate = 2 * 1024**3 / median_seconds(lambda: square @ square)
     return {
-        "program": "lantrain",
+        "program": f"lantrain, {found.name}" if (found := kernels()) else "lantrain, no C++",
         "depth": depth,
+        "tokens": tokens,
         "dtype": dtype_name,
         "threads": torch.get_num_threads(),
         "step_s": seconds,
-        "tokens_per_s": TOKENS / seconds,
+        "tokens_per_s": tokens / seconds,
         "roofline_s": sum(parts.values()),
         "roofline_parts_s": parts,
         "share": sum(parts.values()) / seconds,
-        "mfu": trainer.model.flops_per_token() * TOKENS / seconds / rate,
+        "mfu": trainer.model.flops_per_token() * tokens / seconds / rate,
         "gemm_gflops": rate / 1e9,
         "peak_mb": peak,
         "first_step_s": first,
     }
 
 
-def measure_nanochat(depth: int, dtype_name: str, compiled: bool) -> dict[str, Any]:
+def measure_nanochat(depth: int, dtype_name: str, tokens: int, compiled: bool) -> dict[str, Any]:
     """The same step by nanochat's own model and optimizer (its checkout must be on the path), in this process."""
     import torch
 
@@ -225,11 +234,11 @@ def measure_nanochat(depth: int, dtype_name: str, compiled: bool) -> dict[str, A
     model.init_weights()
     optimizer = model.setup_optimizer(**RATES, weight_decay=0.1)
     run = torch.compile(model, dynamic=False) if compiled else model
-    data = token_rows(depth)
+    data = token_rows(depth, tokens)
 
     def step() -> None:
-        for tokens in data:
-            loss = run(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+        for rows in data:
+            loss = run(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
             (loss / len(data)).backward()
             loss.item()
         optimizer.step()
@@ -241,10 +250,11 @@ def measure_nanochat(depth: int, dtype_name: str, compiled: bool) -> dict[str, A
     return {
         "program": "nanochat, compiled" if compiled else "nanochat, eager",
         "depth": depth,
+        "tokens": tokens,
         "dtype": dtype_name,
         "threads": torch.get_num_threads(),
         "step_s": seconds,
-        "tokens_per_s": TOKENS / seconds,
+        "tokens_per_s": tokens / seconds,
         "peak_mb": peak_megabytes(),
         "first_step_s": first,
     }
@@ -260,13 +270,15 @@ def in_fresh_process(arguments: list[str], environment: dict[str, str]) -> dict[
 
 def table(results: list[dict[str, Any]]) -> str:
     """The results as a Markdown table."""
-    lines = ["| program | depth | dtype | step s | tok/s | GEMM alone s | share | mfu | peak MB | first step s |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|---|")
+    heads = (
+        "| program | depth | dtype | tokens | step s | tok/s | GEMM alone s | share | mfu | peak MB | first step s |"
+    )
+    lines = [heads, "|---" * 11 + "|"]
     for r in results:
         own = f"{r['roofline_s']:.3f} | {r['share']:.0%} | {r['mfu']:.0%}" if "share" in r else "| |"
         lines.append(
-            f"| {r['program']} | {r['depth']} | {r['dtype']} | {r['step_s']:.3f} | {r['tokens_per_s']:.0f} | {own} "
-            f"| {r['peak_mb']:.0f} | {r['first_step_s']:.1f} |"
+            f"| {r['program']} | {r['depth']} | {r['dtype']} | {r['tokens']} | {r['step_s']:.3f} "
+            f"| {r['tokens_per_s']:.0f} | {own} | {r['peak_mb']:.0f} | {r['first_step_s']:.1f} |"
         )
     return "\n".join(lines)
 
@@ -276,20 +288,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--depth", type=int, nargs="+", default=[4, 8], choices=sorted(SHAPES))
     parser.add_argument("--dtype", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
+    parser.add_argument("--tokens", type=int, default=2048, help="of a step, a multiple of 1024")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument("--nanochat", type=Path, help="a checkout to measure beside")
     parser.add_argument("--compiled", action="store_true", help="nanochat under torch.compile too (90 s, a compiler)")
     parser.add_argument("--one", choices=["lantrain", "eager", "compiled"], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        depth, dtype = args.depth[0], args.dtype[0]
+        what = args.depth[0], args.dtype[0], args.tokens
         own = args.one == "lantrain"
-        print(json.dumps(measure(depth, dtype) if own else measure_nanochat(depth, dtype, args.one == "compiled")))
+        print(json.dumps(measure(*what) if own else measure_nanochat(*what, args.one == "compiled")))
         return
     results = []
     for depth in args.depth:
         for dtype in args.dtype:
-            configuration = ["--depth", str(depth), "--dtype", dtype, "--one"]
+            configuration = ["--depth", str(depth), "--dtype", dtype, "--tokens", str(args.tokens), "--one"]
             results.append(in_fresh_process([*configuration, "lantrain"], {}))
             environment = {
                 "PYTHONPATH": str(args.nanochat),

@@ -18,7 +18,9 @@ from lantrain.cluster.replicas import copy_from_leader
 from lantrain.data.shards import ShardSet, open_shards
 from lantrain.data.tokenizer import Tokenizer
 from lantrain.errors import UserError
+from lantrain.model import kernels
 from lantrain.model.gpt import GPT
+from lantrain.model.memory import keep_freed_memory
 from lantrain.optim.groups import ParamGroup, parameter_groups
 from lantrain.optim.local_steps import LocalSteps
 from lantrain.optim.sharded import ShardedOptimizer
@@ -141,6 +143,7 @@ def check_resumed(plan: Plan, config: Config, resumed: checkpoint.Checkpoint) ->
 
 def prepare(config: Config, ranks: Ranks) -> Setup:
     """Open files on the leader, agree on the plan, build model and optimizer, and make all ranks equal. Collective."""
+    keep_freed_memory()
     compare_configurations(config, ranks)
     files: _LeaderFiles | None = leader_does(ranks, lambda: _open_leader_files(config))
     vocab_size = broadcast_json(files.tokenizer.vocab_size if files else None, ranks)
@@ -150,7 +153,8 @@ def prepare(config: Config, ranks: Ranks) -> Setup:
     for note in notes or []:
         print(note, flush=True)
     dtype, reason = choose_dtype()
-    print(f"rank {ranks.rank}: computing in {str(dtype).removeprefix('torch.')} ({reason})", flush=True)
+    computing = f"computing in {str(dtype).removeprefix('torch.')} ({reason}) with {kernels.describe()}"
+    print(f"rank {ranks.rank}: {computing}", flush=True)
     model = GPT(plan.model, compute_dtype=dtype)
     model.init_weights()
     if resumed:
