@@ -6,7 +6,8 @@ Each node is a network namespace with one core (benchmarks/nodes.py); needs root
 shards and a tokenizer: NANOCHAT_BASE_DIR=DIR python -m scripts.prepare --source sample. One node alone is measured
 before and after the pairs, and its mean counts. The slow node has a CPU quota. The pair starts with the rates of the
 nodes, as the launchers measure and give them (owners of the optimizer's state follow these alone), or with --from-equal
-from equal shares: the rows of each then find their place in steps that are not counted.
+from equal shares; the rows of each find their place in steps that are not counted. A step of local training has its
+part of the exchange that ends a round.
 """
 
 from __future__ import annotations
@@ -15,7 +16,9 @@ import argparse
 import json
 import os
 import re
+import statistics
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +27,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from benchmarks.nodes import Measured, missing, nodes, train
 
 SLOW_QUOTA = 0.4
-SETTLE_STEPS = {False: 2, True: 8}
-"""Steps that are not counted, by --from-equal: window, patience and the step that is on its way."""
+SETTLE_STEPS = 8
+"""Steps that are not counted, until the rows have found their place: window, patience, the step on its way."""
 
 
 SHORT_ROWS = 128
@@ -47,10 +50,16 @@ def _result(what: str, run: Measured, alone: float, more: dict[str, Any] | None 
     }  # fmt: skip
 
 
-def _choice(log: str) -> str:
-    """What --sync auto chose, in its own words."""
-    found = re.search(r"^--sync auto: (\w+)", log, re.M)
-    return found[1] if found else ""
+def _choice(log: str) -> tuple[str, int]:
+    """What --sync auto chose, in its own words, and the steps of a round of local ones."""
+    found = re.search(r"^--sync auto: (\w+)(?:, rounds of (\d+) steps)?", log, re.M)
+    return (found[1], int(found[2] or 1)) if found else ("", 1)
+
+
+def _with_rounds(run: Measured, steps: int) -> Measured:
+    """The run with each step's part of the exchange that ends a round: the last step, which ended one, has it all."""
+    extra = max(0.0, run.steps[-1] - statistics.median(run.steps[:-1])) if steps > 1 else 0.0
+    return replace(run, seconds=statistics.median(run.steps[:-1]) + extra / steps) if steps > 1 else run
 
 
 def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -> list[dict[str, Any]]:
@@ -69,7 +78,8 @@ def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -
         with nodes(2, mbit=mbit) as made:
             run = train(made, base, [*given, *sync], steps, "bench-two")
         name = "an unlimited link" if mbit is None else f"{mbit:g} Mbit/s"
-        pairs.append((f"two equal nodes, {name}", run, _choice(run.log) if sync else "step"))
+        chosen, round_steps = _choice(run.log) if sync else ("step", 1)
+        pairs.append((f"two equal nodes, {name}", _with_rounds(run, round_steps), chosen))
     last = alone()
     rate = (first.rate + last.rate) / 2
     ones = [_result(f"one node, {when}", run, rate) for when, run in (("before", first), ("after", last))]
@@ -84,7 +94,7 @@ def fast_and_slow(base: Path, batch: int, steps: int, from_equal: bool) -> list[
             runs.append(train(made, base, given, max(2, steps - 1), "bench-quota"))
     with nodes(2, quotas=[1.0, SLOW_QUOTA]) as made:
         start = [] if from_equal else [f"--rates=1,{SLOW_QUOTA}"]
-        both = train(made, base, [*given, *start], steps, "bench-unequal", settle=SETTLE_STEPS[from_equal])
+        both = train(made, base, [*given, *start], steps, "bench-unequal", settle=SETTLE_STEPS)
     total = sum(run.rate for run in runs)
     results = [
         _result(f"alone, quota {q:g}", run, runs[0].rate) for q, run in zip((1.0, SLOW_QUOTA), runs, strict=True)

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.bench import HERE, markdown, summary
 from benchmarks.nodes import Measured
 from benchmarks.scaling import PAYLOAD, Figures, compare, grow, simulate
+from benchmarks.two_nodes import _choice, _with_rounds
 
 STEP = {"program": "lantrain", "depth": 4, "dtype": "fp32", "threads": 2, "tokens_per_s": 1500.0, "share": 0.75}
 PEER = {"program": "nanochat, eager", "depth": 4, "dtype": "fp32", "tokens_per_s": 1000.0}
@@ -38,6 +39,14 @@ def test_each_part_has_its_ratio_in_the_table() -> None:
     assert "| two equal nodes, 1000 Mbit/s | 1900 tok/s | 2000 tok/s |  | 1.90x one node |" in table
     assert "| 1330 tok/s | 1400 tok/s |  | 95.0% of the sum |" in table
     assert len(table.splitlines()) == 2 + 5
+
+
+def test_local_steps_have_their_part_of_the_rounds_exchange() -> None:
+    assert _choice("rank 0\n--sync auto: local, rounds of 30 steps: the link carries") == ("local", 30)
+    assert _choice("--sync auto: step: the link carries") == ("step", 1)
+    run = Measured(4096, 1.3, [1.0], [4], [1.3, 1.3, 4.3], "")
+    assert _with_rounds(run, 30).seconds == pytest.approx(1.3 + 3.0 / 30)
+    assert _with_rounds(run, 1) is run
 
 
 def test_parts_that_were_not_measured_are_not_in_the_table() -> None:
