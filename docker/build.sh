@@ -6,6 +6,7 @@ cd "$(dirname "$0")/.."
 
 image=${LANTRAIN_IMAGE:-lantrain:latest}
 local_base=lantrain-base:bookworm
+local_build=lantrain-build:bookworm
 public_base=python:3.11-slim-bookworm
 
 docker version >/dev/null 2>&1 || {
@@ -25,11 +26,23 @@ else
   base=$public_base
 fi
 
+# The C++ operations are compiled where g++ is: in BUILD_IMAGE, the local one of `make base-image`, or one that the build
+# itself fetches from Debian.
+compiler=$base
+if [ -n "${BUILD_IMAGE:-}" ]; then
+  compiler=$BUILD_IMAGE
+elif docker image inspect "$local_build" >/dev/null 2>&1; then
+  compiler=$local_build
+fi
+
 network=()
 wheels="the package index"
 if compgen -G 'wheelhouse/torch-*.whl' >/dev/null; then
-  network=(--network none)
-  wheels="wheelhouse/, no network"
+  wheels="wheelhouse/"
+  if [ "$compiler" != "$base" ]; then
+    network=(--network none)
+    wheels="wheelhouse/, no network"
+  fi
 fi
 
 version=$(sed -nE 's/^__version__ = "(.*)"/\1/p' app/lantrain/__init__.py)
@@ -38,7 +51,7 @@ revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
 
 echo "image: $image $version from $base; packages from $wheels"
 DOCKER_BUILDKIT=1 docker build --file docker/Dockerfile --tag "$image" "${network[@]}" --progress "${PROGRESS:-auto}" \
-  --build-arg "BASE_IMAGE=$base" --build-arg "LANTRAIN_VERSION=$version" --build-arg "LANTRAIN_REVISION=$revision" . || {
+  --build-arg "BASE_IMAGE=$base" --build-arg "BUILD_IMAGE=$compiler" --build-arg "LANTRAIN_VERSION=$version" --build-arg "LANTRAIN_REVISION=$revision" . || {
   echo "error: the image could not be built (mend: with no registry or index here, \`make base-image wheels\`; docs/offline.md)" >&2
   exit 2
 }

@@ -111,3 +111,10 @@ for lock in "${locks[@]}"; do
   [ "$lock" != docker/requirements.txt ] || install_torch
   echo "$want" >"$stamp"
 done
+
+# The C++ operations, for this machine's kinds of CPU; without g++ the trainer uses PyTorch's operators and says so.
+kernels=app/lantrain/model/kernels
+if [ -z "$(find "$kernels/lib" -name '*.so' 2>/dev/null)" ] ||
+  [ -n "$(find "$kernels" -maxdepth 1 -type f -newer "$(find "$kernels/lib" -name '*.so' | head -n 1)")" ]; then
+  "$venv/bin/python" "$kernels/build.py" || echo "venv: the C++ operations could not be compiled; PyTorch's are used"
+fi

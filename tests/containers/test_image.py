@@ -63,6 +63,24 @@ def test_no_compiler_and_no_installer(image: str) -> None:
     engine.shell(image, line)
 
 
+def test_cpp_operations_are_compiled_in(image: str) -> None:
+    """Where the build had a compiler. One OpenMP, torch's, and a step of the loss that runs them."""
+    if engine.run(["docker", "image", "inspect", "lantrain-build:bookworm"]).returncode:
+        pytest.skip("no lantrain-build:bookworm: run `make base-image`")
+    code = (
+        "import torch\n"
+        "from lantrain.model.kernels import describe\n"
+        "from lantrain.model.loss import token_losses\n"
+        "print(describe())\n"
+        "print(token_losses(torch.zeros(1, 64), torch.zeros(64, 64), torch.tensor([1]), vocab_size=50).tolist())\n"
+        "print('openmp', len({x.split()[-1] for x in open('/proc/self/maps') if 'libgomp' in x}))\n"
+    )
+    output = finish_python(image, code)
+    assert "C++ operations" in output
+    assert "openmp 1" in output
+    assert "3.91" in output  # log 50
+
+
 @pytest.mark.parametrize("user", ["1000:1000", "4321:4321"])
 def test_any_user_has_a_home_and_writes_only_to_the_volume(client: docker.DockerClient, image: str, user: str) -> None:
     """A uid that /etc/passwd does not know has no name and no home, and torch asks for both."""
