@@ -6,17 +6,18 @@
 
 namespace {
 
-// With s = sigmoid(2 z / cap): cap tanh(z / cap) = cap (2 s - 1), its derivative 4 s (1 - s). Bounded by cap, so the sum
-// of exponentials needs no running maximum. Returns the loss of the row; `target` < 0 gives none.
+// cap tanh(z / cap) is bounded by cap, so the sum of exponentials needs no running maximum. Small logits keep their
+// relative accuracy: with tanh = 2 sigmoid - 1 as in the twin, a fresh model left nanochat's losses a hundred times as far
+// within 20 steps. Returns the loss of the row; `target` < 0 gives none.
 template <class T>
 float loss_row(T* row, int64_t count, int64_t target, float cap, float scale, bool want_grad, float* products) {
-  const float inner = -2 / cap;
+  const float inner = 1 / cap;
   const int64_t whole = count - count % LANES;
   vf total = {};
   auto one = [&](vf z, vf* slope) {
-    vf s = 1.f / (1.f + exp_small(clamp(z * inner, -80.f, 80.f)));
-    *slope = s * (1.f - s);
-    return exp_small(cap * (2.f * s - 1.f));
+    const vf t = tanh_of(z * inner);
+    *slope = (1.f - t) * (1.f + t);
+    return exp_small(cap * t);
   };
   vf target_slope, target_exp = one(splat(target < 0 ? 0.f : widen(row[target])), &target_slope);
   for (int64_t j = 0; j < whole; j += LANES) {
@@ -41,8 +42,8 @@ float loss_row(T* row, int64_t count, int64_t target, float cap, float scale, bo
     std::memset(static_cast<void*>(row), 0, size_t(count) * sizeof(T));
     return loss;
   }
-  const float at_target = (target_exp[0] / sum - 1) * target_slope[0] * 4 * scale;
-  const float inverse = 4 * scale / sum;
+  const float at_target = (target_exp[0] / sum - 1) * target_slope[0] * scale;
+  const float inverse = scale / sum;
   for (int64_t j = 0; j < whole; j += LANES) store(row + j, load(products + j) * inverse);
   for (int64_t j = whole; j < count; j++) narrow(products[j] * inverse, row + j);
   narrow(at_target, row + target);

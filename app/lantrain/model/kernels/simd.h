@@ -109,4 +109,20 @@ inline vf exp_small(vf x) {
   return (vf)((vi)p + ((vi)shifted << 23));
 }
 
+// tanh to a few ulp, relative, for every x (Eigen's rational approximation). Not-a-number stays one.
+inline vf tanh_of(vf x) {
+  x = clamp(x, -7.90531110763549805f, 7.90531110763549805f);
+  const vf y = x * x;
+  vf p = y * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  p = p * y + -8.60467152213735e-11f;
+  p = p * y + 5.12229709037114e-08f;
+  p = p * y + 1.48572235717979e-05f;
+  p = p * y + 6.37261928875436e-04f;
+  p = p * y + 4.89352455891786e-03f;
+  vf q = y * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  q = q * y + 2.26843463243900e-03f;
+  q = q * y + 4.89352518554385e-03f;
+  return x * p / q;
+}
+
 }  // namespace
