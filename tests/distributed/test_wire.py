@@ -32,8 +32,8 @@ def test_a_parcel_gives_back_what_was_packed() -> None:
     values = {piece: torch.randn(piece.numel) for piece in pieces}
     parcel = Parcel(pieces, torch.bfloat16)
     assert parcel.bytes == 40  # 4 * (3 + 1) + 2 * (5 + 4) = 34, padded to 8
-    buffer = torch.empty(parcel.bytes, dtype=torch.uint8)
-    parcel.pack(buffer, values.__getitem__)
+    buffer = parcel.pack(values.__getitem__)
+    assert buffer.numel() == parcel.bytes
     unpacked = dict(parcel.unpack(buffer))
     assert set(unpacked) == set(pieces)
     for piece, got in unpacked.items():

@@ -15,8 +15,9 @@ from lantrain.optim.groups import ParamGroup
 POLAR_EXPRESS_STEPS = 5
 GEMM_FLOPS = 1e11
 """Rough rate of one core's fp32 GEMM; only the ratio to ELEMENT_SECONDS matters, and only for the balance."""
-ELEMENT_SECONDS = 1e-9
-"""Rough cost of receiving, summing, updating and sending one element."""
+ELEMENT_SECONDS = 3e-8
+"""Cost of an owned element: its 4 bytes, in and out in bfloat16, take so long at 1 Gbit/s. With less, an owner of many
+elements and few matrices had a cable twice as busy as the others' (docs/log.md)."""
 WORTH_CUTTING = 2**16
 """Elements from which on an AdamW tensor is cut into pieces."""
 WORTH_ROUNDING = 2**12

@@ -1,9 +1,10 @@
 """The wire: gradients go to their owners and new weights come back, a bucket of parameters at a time.
 
-Both ways are one `all_to_all_single` with uneven splits. Against Gloo's own reduce_scatter, which is an all-reduce
-inside, and all_gather that is less than half the bytes, and 2.7 times faster (docs/internals.md); rounded to bfloat16
-it is half of that again. Buckets let the exchange begin while the backward pass still runs, and let weights travel
-while the next matrices are being updated.
+Both ways every rank sends each other one what is meant for it, and no more. Against Gloo's own reduce_scatter, which is
+an all-reduce inside, and all_gather that is less than half the bytes, and 2.7 times faster (docs/internals.md); rounded
+to bfloat16 it is half of that again. Receives are posted before sends: Gloo's all_to_all does the opposite, and often
+used a cable one way at a time (8 MiB each way at 100 Mbit/s: 0.73 or 1.40 s, by chance; docs/log.md). Buckets let the
+exchange begin while the backward pass still runs, and let weights travel while the next matrices are being updated.
 
 The owner sums in fp32 and in rank order, so a run repeats bit for bit. Its own gradient is never rounded. Weights that
 are rounded for the wire are rounded on every rank, the owner included, who keeps the fp32 master copy: all ranks
@@ -48,10 +49,12 @@ class Parcel:
         size = sum(piece.numel * dtype.itemsize for piece, dtype in self.dtypes)
         return -(-size // ALIGNMENT) * ALIGNMENT
 
-    def pack(self, buffer: Tensor, values: Callable[[Piece], Tensor]) -> None:
-        """Write the values of every piece (any shape of its size) into `buffer` (self.bytes,) uint8."""
+    def pack(self, values: Callable[[Piece], Tensor]) -> Tensor:
+        """The values of every piece (any shape of its size) as (self.bytes,) uint8."""
+        buffer = torch.empty(self.bytes, dtype=torch.uint8)
         for piece, room in self.unpack(buffer):
             room.copy_(values(piece).reshape(-1))
+        return buffer
 
     def unpack(self, buffer: Tensor) -> Iterator[tuple[Piece, Tensor]]:
         """Views (numel,) of `buffer` (self.bytes,) uint8, each piece's in its dtype on the wire."""
@@ -98,18 +101,26 @@ class Wire:
         self.parcels = [[Parcel(tuple(pieces), narrow) for pieces in bucket] for bucket in buckets]
 
     def _start(
-        self, out: list[int], back: list[int], fill: Callable[[int, Tensor], object]
+        self, tag: int, out: list[int], back: list[int], fill: Callable[[int], Tensor]
     ) -> Callable[[], list[Tensor]]:
-        """Send `out[rank]` bytes, filled by `fill(rank, buffer)`, to each rank and receive `back[rank]` from each."""
-        payload, received = torch.empty(sum(out), dtype=torch.uint8), torch.empty(sum(back), dtype=torch.uint8)
-        for rank, part in enumerate(payload.split(out)):
+        """Send `fill(rank)`, of `out[rank]` bytes, to each rank and receive `back[rank]` bytes from each.
+
+        Two exchanges that may be under way at the same time have different tags.
+        """
+        me, world, group = self.ranks.rank, self.ranks.world, self.ranks.wire
+        received = [torch.empty(size, dtype=torch.uint8) for size in back]
+        # Each rank begins with its neighbour, so that not all send to rank 0 first.
+        others = [(me + distance) % world for distance in range(1, world)]
+        works = [dist.irecv(received[rank], rank, group=group, tag=tag) for rank in reversed(others) if back[rank]]
+        for rank in others:
             if out[rank]:
-                fill(rank, part)
-        work = dist.all_to_all_single(received, payload, back, out, group=self.ranks.wire, async_op=True)
+                works.append(dist.isend(fill(rank), rank, group=group, tag=tag))
 
         def wait() -> list[Tensor]:
-            work.wait()
-            return list(received.split(back))
+            for work in works:
+                assert work is not None
+                work.wait()
+            return received
 
         return wait
 
@@ -125,7 +136,7 @@ class Wire:
             return lambda: own
         out = [0 if rank == me else parcel.bytes for rank, parcel in enumerate(parcels)]
         back = [0 if rank == me else parcels[me].bytes for rank in range(self.ranks.world)]
-        arrived = self._start(out, back, lambda rank, buffer: parcels[rank].pack(buffer, take))
+        arrived = self._start(2 * bucket, out, back, lambda rank: parcels[rank].pack(take))
 
         def wait() -> dict[Piece, Tensor]:
             sums: dict[Piece, Tensor] = {}
@@ -146,11 +157,10 @@ class Wire:
         wire; those of this rank as well, rounded as the others get them.
         """
         me, parcels = self.ranks.rank, self.parcels[bucket]
-        mine = torch.empty(parcels[me].bytes, dtype=torch.uint8)
-        parcels[me].pack(mine, values)
+        mine = parcels[me].pack(values)
         out = [0 if rank == me else parcels[me].bytes for rank in range(self.ranks.world)]
         back = [0 if rank == me else parcel.bytes for rank, parcel in enumerate(parcels)]
-        arrived = self._start(out, back, lambda rank, buffer: buffer.copy_(mine))
+        arrived = self._start(2 * bucket + 1, out, back, lambda rank: mine)
 
         def wait() -> Iterator[tuple[Piece, Tensor]]:
             for rank, buffer in enumerate(arrived()):
