@@ -192,11 +192,13 @@ def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
     assert ours == pytest.approx(theirs, abs=1e-3)
 
 
-def test_twenty_steps_with_the_default_warmup(ask: Ask) -> None:
+def test_twenty_steps_with_the_default_warmup(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 40 steps of warmup, backout_lambda passes 1 about step 18, where the last norm has next to nothing to
     normalise, and any rounding is amplified a thousandfold (docs/log.md): nanochat leaves itself by 6e-4 when the same
-    rows are accumulated in other micro-batches. So the yardstick there is its own departure.
+    rows are accumulated in other micro-batches. So the yardstick there is its own departure. By PyTorch's operators:
+    those in C++ are no less exact, but round otherwise; the run above is theirs.
     """
+    monkeypatch.setenv("LANTRAIN_KERNELS", "off")
     request, data, ours = twenty_steps(warmup_steps=40)
     theirs = ask(**request, micro_batches=data)["losses"]
     regrouped = ask(**request, micro_batches=data.view(20, 4, 1, -1))["losses"]
