@@ -23,11 +23,12 @@ DEFAULT_VOCABULARY = 32768
 
 def train(argv: list[str]) -> int:
     """Train as `argv` says. Returns the exit code: 0 when done, 128 + signal when stopped. Raises UserError."""
-    config = parse(argv)
-    if config.args.dry_run:
-        return dry_run(config)
     beacon.tell("start")
     try:
+        # Within: a launcher whose trainer refuses a flag without a word would start it again and again.
+        config = parse(argv)
+        if config.args.dry_run:
+            return dry_run(config)
         return _train(config)
     except UserError as error:
         beacon.tell("ended", 0, "failed" if error.exit_code == LOST_PEER_EXIT else "fatal", str(error))
