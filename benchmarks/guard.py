@@ -5,7 +5,8 @@
 Compares ratios only, each from one process (benchmarks/train_step.py): the share of a step's time that its matrix
 products take alone may not be more than 15% below the recorded one for the same depth, dtype and C++ library. Absolute
 times differ from machine to machine and from hour to hour. A share that is too low is measured up to twice more:
-another program that runs at the same time lowers it. --record writes what was measured.
+another program that runs during the step lowers it. (One that runs while the matrix products are timed raises it: the
+guard may pass wrongly on a busy machine.) --record writes what was measured.
 """
 
 from __future__ import annotations
