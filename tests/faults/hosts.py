@@ -48,7 +48,7 @@ def flags(steps: int = ENDLESS) -> list[str]:
 
 
 def archive(folder: Path) -> bytes:
-    """`folder`'s files as a tar archive of the image's user."""
+    """`folder`'s files as a tar archive of the image's user, without the checkpoints of other tests' runs."""
     buffer = io.BytesIO()
 
     def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo:
@@ -57,7 +57,8 @@ def archive(folder: Path) -> bytes:
 
     with tarfile.open(fileobj=buffer, mode="w") as tar:
         for path in sorted(folder.iterdir()):
-            tar.add(path, path.name, filter=owned)
+            if path.name != "base_checkpoints":
+                tar.add(path, path.name, filter=owned)
     return buffer.getvalue()
 
 

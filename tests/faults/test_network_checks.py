@@ -360,7 +360,7 @@ def test_master_with_lookalike_interfaces_announces_its_lan_address(lan: Cable) 
 def test_route_through_a_vpn_is_noted(lan: Cable) -> None:
     """A lookalike that nothing answers behind."""
     with _extra(lan.worker, "tailscale0", "100.101.102.104/10", "10.99.0.1/32"):
-        script = "from lantrain.cluster import probes_here; print(probes_here.vpn('10.99.0.1').line())"
+        script = "from lantrain.probes import here; print(here.vpn('10.99.0.1').line())"
         said = lan.worker.run(sys.executable, "-c", script).stdout
     assert "the route to 10.99.0.1 goes through tailscale0" in said
     assert "make up-worker HOST=<the master's LAN address>" in said
