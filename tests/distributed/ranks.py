@@ -65,6 +65,17 @@ class Run:
             self.metrics = [json.loads(line) for line in path.read_text().splitlines()]
         return self
 
+    def leader_says(self, text: str) -> str:
+        """Read on in the leader's output until `text` has come; returns what was read."""
+        stdout = self.ranks[0].process.stdout
+        assert stdout is not None
+        head = ""
+        while text not in head:
+            line = stdout.readline()
+            assert line, head
+            head += line
+        return head
+
     def kill(self) -> None:
         for rank in self.ranks:
             if rank.process.poll() is None:
@@ -86,6 +97,14 @@ class Run:
     def ok(self) -> Run:
         assert self.codes == [0] * len(self.ranks), self.log
         return self
+
+
+def damage_pages(shard: Path) -> None:
+    """Overwrite the middle of a parquet file: its metadata still reads, its pages do not."""
+    whole = bytearray(shard.read_bytes())
+    middle = slice(len(whole) // 3, len(whole) // 2)
+    whole[middle] = b"\xff" * len(whole[middle])
+    shard.write_bytes(whole)
 
 
 def start_ranks(

@@ -132,13 +132,7 @@ def test_under_torchrun(corpus: Path, alone: Run) -> None:
 def test_sigterm_stops_all_ranks_at_one_step(who: int, base: Path) -> None:
     flags = [*TINY, "--num-iterations=100000", "--warmup-steps=2"]
     run = start_ranks(2, base, flags, tag="term")
-    leader = run.ranks[0].process
-    assert leader.stdout is not None
-    head = ""
-    while "step 00003/" not in head:
-        line = leader.stdout.readline()
-        assert line, head
-        head += line
+    head = run.leader_says("step 00003/")
     run.ranks[who].process.send_signal(signal.SIGTERM)
     run.wait()
     assert run.codes == [128 + signal.SIGTERM] * 2, head + run.log

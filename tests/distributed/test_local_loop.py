@@ -17,7 +17,7 @@ import torch
 from lantrain.cluster.group import Ranks
 from lantrain.training import checkpoint
 from lantrain.training.sync import Estimate, measure_link
-from tests.distributed.ranks import APP, GUARD_SECONDS, TINY, Run, run_ranks, start_ranks, together
+from tests.distributed.ranks import APP, GUARD_SECONDS, TINY, Run, damage_pages, run_ranks, start_ranks, together
 
 STEPS = 24
 LOCAL = [*TINY, f"--num-iterations={STEPS}", "--warmup-steps=2", "--sync=local", "--local-steps=5"]
@@ -97,13 +97,7 @@ def test_either_way_of_training_goes_on_from_the_others_checkpoint(first: str, s
 def test_sigterm_ends_the_round_and_stops_all_ranks_at_one_step(who: int, base: Path) -> None:
     flags = [*LOCAL, "--num-iterations=100000", "--local-steps=1000"]
     run = start_ranks(2, base, flags, tag="term")
-    leader = run.ranks[0].process
-    assert leader.stdout is not None
-    head = ""
-    while "step 00003/" not in head:
-        line = leader.stdout.readline()
-        assert line, head
-        head += line
+    head = run.leader_says("step 00003/")
     run.ranks[who].process.send_signal(signal.SIGTERM)
     run.wait()
     assert run.codes == [128 + signal.SIGTERM] * 2, head + run.log
@@ -114,11 +108,7 @@ def test_sigterm_ends_the_round_and_stops_all_ranks_at_one_step(who: int, base: 
 
 
 def test_damaged_data_ends_the_round_and_keeps_what_was_learned(base: Path) -> None:
-    shard = base / "base_data_climbmix/shard_00001.parquet"
-    whole = bytearray(shard.read_bytes())
-    middle = slice(len(whole) // 3, len(whole) // 2)
-    whole[middle] = b"\xff" * len(whole[middle])
-    shard.write_bytes(whole)
+    damage_pages(base / "base_data_climbmix/shard_00001.parquet")
     run = run_ranks(2, base, [*LOCAL, "--num-iterations=100000", "--local-steps=100000"], tag="damage")
     assert 0 not in run.codes
     assert "shard_00001.parquet" in run.log

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from lantrain.training import checkpoint
-from tests.distributed.ranks import TINY, Run, run_ranks
+from tests.distributed.ranks import TINY, Run, damage_pages, run_ranks
 
 SHORT = [*TINY, "--num-iterations=6"]
 
@@ -54,11 +54,7 @@ def test_no_usable_document_ends_the_run(base: Path) -> None:
 
 def test_damage_met_while_training_keeps_what_was_learned(base: Path) -> None:
     """The second shard's pages are damaged: the steps before it are saved, and every rank says why it stopped."""
-    shard = base / "base_data_climbmix/shard_00001.parquet"
-    whole = bytearray(shard.read_bytes())
-    middle = slice(len(whole) // 3, len(whole) // 2)
-    whole[middle] = b"\xff" * len(whole[middle])
-    shard.write_bytes(whole)
+    damage_pages(base / "base_data_climbmix/shard_00001.parquet")
     run = run_ranks(2, base, [*TINY, "--num-iterations=100000"], tag="damage")
     _is_clear(run, "shard_00001.parquet", "row group")
     steps = checkpoint.complete_steps(base / "base_checkpoints/damage")

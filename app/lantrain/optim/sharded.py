@@ -193,8 +193,9 @@ class ShardedOptimizer:
                 if self.wire.narrow == torch.float32 or not piece.worth_rounding:
                     continue
                 if self.ranks.leader:
-                    param = self.params[piece.name].data
-                    part = whole.setdefault(piece.name, param.clone())[piece.start : piece.stop]
+                    if piece.name not in whole:
+                        whole[piece.name] = torch.empty_like(self.params[piece.name].data)
+                    part = whole[piece.name][piece.start : piece.stop]
                     if owner == 0:
                         part.copy_(self.masters[piece])
                     else:

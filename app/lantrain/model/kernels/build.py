@@ -25,7 +25,7 @@ TARGETS = {
     },
     "aarch64": {"neon": ["-march=armv8-a"]},
 }
-"""Name of a library and its flags, by architecture; the names are those of `kernels.VARIANTS`."""
+"""Name of a library and its flags, by architecture; the names are those of `kernels.CAPABILITIES`."""
 
 # -fopenmp for the compiler alone: the OpenMP of the link is torch's, already loaded, so there is one pool of threads.
 FLAGS = ["-std=c++17", "-O3", "-fPIC", "-fopenmp", "-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
