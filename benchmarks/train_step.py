@@ -138,12 +138,13 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
 
     Weights: forward, gradient of the input, gradient of the weight. Attention: six products a head (two forward, four
     backward; recomputing the scores is not counted) over half of T x T, or over the window. Muon: the products of Polar
-    Express in the form that the optimizer uses.
+    Express by torch.mm, in the form of its twin in PyTorch: whole ones, although the C++ step in bfloat16 computes but
+    half of those that are symmetric.
     """
     import torch
 
     from lantrain.model.gpt import Linear
-    from lantrain.optim.muon import polar_express
+    from lantrain.optim.muon import GRAM_ASPECT, POLAR_EXPRESS
 
     config, dtype = trainer.model.config, trainer.dtype
     micro_batches, batch, length = trainer.data.shape[0], trainer.data.shape[1], trainer.data.shape[2] - 1
@@ -176,11 +177,17 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
         seen = square if window >= length else product(length, config.head_dim, window)
         attention += 6 * seen * config.n_head * batch
 
+    def polar_express(rows: int, columns: int) -> float:
+        x, gram = torch.randn(rows, columns).to(dtype) / columns, torch.randn(rows, rows).to(dtype) / columns
+        wide, small, steps = seconds(x, x.t()), seconds(gram, gram), len(POLAR_EXPRESS)
+        if columns >= GRAM_ASPECT * rows and dtype != torch.bfloat16:  # on the Gram matrix alone
+            return wide + (steps + (steps - 1) + 2 * (steps - 1)) * small + seconds(gram, x)
+        return steps * (wide + small + seconds(gram, x))
+
     muon = 0.0
     for group in trainer.groups:
         if group.kind == "muon" and min(trainer.weights[group.names[0]].shape) >= 64:
-            x = torch.randn(trainer.weights[group.names[0]].shape).to(dtype)
-            muon += len(group.names) * median_seconds(partial(polar_express, x))
+            muon += len(group.names) * polar_express(*sorted(trainer.weights[group.names[0]].shape))
     return {"weights": weights * micro_batches, "attention": attention * micro_batches, "muon": muon}
 
 

@@ -1,9 +1,10 @@
 import pytest
 import torch
 
+from lantrain.model.kernels import kernels
 from lantrain.optim.muon import POLAR_EXPRESS, muon_update, polar_express, second_moment_shape
 
-SHAPES = [(64, 64), (48, 64), (64, 48), (32, 128), (128, 32), (4, 12), (1, 12), (12, 1), (65, 33)]
+SHAPES = [(64, 64), (48, 64), (64, 48), (32, 128), (128, 32), (4, 12), (1, 12), (12, 1), (65, 33), (256, 96)]
 
 
 def random(*shape, seed=0):
@@ -60,28 +61,97 @@ def test_polar_express_gives_singular_values_near_one(shape):
     assert singular.max() < 1.3
 
 
-@pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)])
-def test_bfloat16_is_near(shape):
-    results = []
-    for dtype in (torch.float32, torch.bfloat16):
-        params, average, variance = state(shape)
+@pytest.fixture(params=["off", "C++"])
+def operations(request, monkeypatch):
+    """The bfloat16 step by torch's operators, and by the C++ operation where this CPU has it."""
+    if request.param == "off":
+        monkeypatch.setenv("LANTRAIN_KERNELS", "off")
+    elif not ((found := kernels()) and found.narrow):
+        pytest.skip("the C++ step is built for CPUs that multiply bfloat16; this one does not, or nothing is built")
+    return request.param
+
+
+BF16_SHAPES = [(64, 64), (32, 128), (128, 32), (96, 160), (256, 256), (512, 128), (1, 12)]
+
+
+def relative(x, exact):
+    return ((x.double() - exact).norm() / exact.norm()).item()
+
+
+def bfloat16_errors(shape):
+    """Errors against double of three bfloat16 steps: of every update, and of momentum and variance after it."""
+    params, average, variance = state(shape)
+    errors = []
+    for step in range(3):
         before = params.clone()
-        muon_update(
-            params, random(*params.shape, seed=1), average, variance, lr=0.02, momentum=0.9, weight_decay=0, dtype=dtype
-        )
+        settings = {"lr": 0.02, "momentum": 0.85 + 0.02 * step, "beta2": 0.9, "weight_decay": 0.1 * step}
+        grads = random(*params.shape, seed=step + 1) * 10.0**-step
+        tensors = [z.double() for z in (params, grads, average, variance)]
+        exact = [reference_update(*z, **settings) for z in zip(*tensors, strict=True)]
+        muon_update(params, grads, average, variance, **settings, dtype=torch.bfloat16)
         assert params.dtype == torch.float32
-        results.append(params - before)
-    assert (results[1] - results[0]).norm() / results[0].norm() < 0.05
+        expected = [torch.stack(z) for z in zip(*exact, strict=True)]
+        errors.append(relative(params - before, expected[0] - before.double()))
+        errors += [relative(average, expected[1]), relative(variance, expected[2])]
+    return errors
+
+
+@pytest.mark.parametrize("shape", BF16_SHAPES)
+def test_bfloat16_is_near_double(shape, monkeypatch):
+    found = kernels()
+    ours = bfloat16_errors(shape)
+    monkeypatch.setenv("LANTRAIN_KERNELS", "off")
+    twin = bfloat16_errors(shape)
+    # Where an update is next to zero its rounding decides whether the decay counts: a step with decay errs more.
+    assert max(twin[0::3]) < 0.1
+    assert max(twin[1::3]) < 1e-6
+    assert max(twin[2::3]) < 0.01
+    for error, other in zip(ours, twin, strict=True):
+        assert error <= 1.3 * other + 1e-6, f"{found}: {ours} against {twin}"
+
+
+def test_bfloat16_does_not_depend_on_the_number_of_threads(operations):
+    results, threads = [], torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        tensors = state((160, 96))
+        muon_update(
+            tensors[0], random(3, 160, 96, seed=1), *tensors[1:], lr=0.02, momentum=0.9, weight_decay=0.1,
+            dtype=torch.bfloat16,
+        )  # fmt: skip
+        results.append(tensors)
+    torch.set_num_threads(threads)
+    if operations == "C++":
+        assert all(torch.equal(a, b) for other in results[1:] for a, b in zip(other, results[0], strict=True))
+
+
+@pytest.mark.parametrize("shape", [(64, 64), (64, 256), (256, 512)])
+def test_polar_express_in_cpp_is_as_exact_as_torch(shape):
+    found = kernels()
+    if found is None or not found.narrow:
+        pytest.skip("no bfloat16 products on this CPU, or nothing is built")
+    x = random(*shape)
+    x = (x / x.norm() / 1.01).to(torch.bfloat16)
+    ours, coefficients, exact, twin = x.clone(), torch.tensor(POLAR_EXPRESS), x.double(), x
+    found.library.lantrain_polar_express(ours.data_ptr(), *shape, coefficients.data_ptr(), len(POLAR_EXPRESS), 2)
+    for a, b, c in POLAR_EXPRESS:
+        gram = exact @ exact.t()
+        exact = a * exact + (b * gram + c * gram @ gram) @ exact
+        gram = twin @ twin.t()
+        twin = torch.addmm(twin, torch.addmm(gram, gram, gram, beta=b, alpha=c), twin, beta=a)
+    assert relative(twin, exact) < 0.02
+    assert relative(ours, exact) < 1.1 * relative(twin, exact)
 
 
 @pytest.mark.parametrize("shape", [(64, 64), (32, 128), (128, 32)])
 @pytest.mark.parametrize("rank", [0, 1, 5])
-def test_gradients_of_low_rank_stay_finite(shape, rank):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_low_rank_stay_finite(shape, rank, dtype):
     """Projections start at zero: the first gradients of what feeds them are zero. Few tokens mean a low rank."""
     params, average, variance = state(shape, count=1)
     for step in range(3):
         grads = random(1, shape[0], rank, seed=step) @ random(1, rank, shape[1], seed=step + 9)
-        muon_update(params, grads, average, variance, lr=0.02, momentum=0.9, weight_decay=0.1)
+        muon_update(params, grads, average, variance, lr=0.02, momentum=0.9, weight_decay=0.1, dtype=dtype)
     assert params.isfinite().all()
     assert average.isfinite().all()
     if rank == 0:
@@ -90,14 +160,15 @@ def test_gradients_of_low_rank_stay_finite(shape, rank):
         torch.testing.assert_close(params, state(shape, count=1)[0] * (1 - rate * 0.1) ** 3)
 
 
-def test_a_matrix_does_not_depend_on_its_neighbours():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_matrix_does_not_depend_on_its_neighbours(dtype):
     """Ranks own different subsets of a shape's matrices; every subset must give the same bits."""
     whole = state((32, 128), count=4)
     grads = random(4, 32, 128, seed=1)
     alone = [[z[i : i + 1].clone() for z in (whole[0], grads, *whole[1:])] for i in range(4)]
-    muon_update(whole[0], grads, *whole[1:], lr=0.02, momentum=0.9, weight_decay=0.1)
+    muon_update(whole[0], grads, *whole[1:], lr=0.02, momentum=0.9, weight_decay=0.1, dtype=dtype)
     for i, parts in enumerate(alone):
-        muon_update(*parts, lr=0.02, momentum=0.9, weight_decay=0.1)
+        muon_update(*parts, lr=0.02, momentum=0.9, weight_decay=0.1, dtype=dtype)
         assert torch.equal(parts[0][0], whole[0][i])
 
 

@@ -40,6 +40,12 @@ SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
     "lantrain_squared_relu": [P, P, I64, I32, I32],
     "lantrain_squared_relu_backward": [P, P, I64, I32, I32],
 }
+NARROW_SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
+    "lantrain_polar_express": [P, I64, I64, P, I64, I32],
+    "lantrain_muon_update": [P, P, P, P, I64, I64, P, P, I64, I32],
+}
+"""In the libraries for CPUs that multiply bfloat16 alone."""
+NARROW = ("v4bf16",)
 
 
 @dataclass(frozen=True)
@@ -48,6 +54,11 @@ class Kernels:
 
     name: str
     library: ctypes.CDLL
+
+    @property
+    def narrow(self) -> bool:
+        """Whether it has the operations of NARROW_SIGNATURES."""
+        return self.name in NARROW
 
 
 def runnable() -> list[str]:
@@ -103,7 +114,7 @@ def load(path: Path, name: str) -> Kernels:
     """Load a library and declare its functions. OSError when it does not fit."""
     _share_openmp()
     library = ctypes.CDLL(str(path))
-    for function, arguments in SIGNATURES.items():
+    for function, arguments in (SIGNATURES | (NARROW_SIGNATURES if name in NARROW else {})).items():
         getattr(library, function).argtypes = arguments
         getattr(library, function).restype = None
     return Kernels(name, library)

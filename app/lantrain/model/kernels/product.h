@@ -78,38 +78,54 @@ inline void tile_of(int rows, int64_t count, const typename P::unit* a, int64_t 
 
 // One float or a pair of neighbours, from values of any storage type.
 inline void put(float* out, float x, float) { *out = x; }
-inline void put(uint32_t* out, float x, float y) {
-  bf16 low, high;
-  narrow(x, &low);
-  narrow(y, &high);
-  *out = low.bits | uint32_t(high.bits) << 16;
-}
 inline void put(uint32_t* out, bf16 x, bf16 y) { *out = x.bits | uint32_t(y.bits) << 16; }
 inline void put(float* out, bf16 x, bf16) { *out = widen(x); }
+
+// LANES units that are neighbours in memory, or that take one element from each of two rows.
+template <class P, class T>
+inline auto units_at(const T* p) {
+  if constexpr (P::PAIR == 1) return load(p);
+  else return *reinterpret_cast<const vu_mem*>(p);
+}
+template <class P, class T>
+inline auto units_of_rows(const T* low, const T* high) {
+  if constexpr (P::PAIR == 1) {
+    return load(low);
+  } else {
+    const vh zero = {};
+    const vh x = *reinterpret_cast<const vh_mem*>(low), y = high ? *reinterpret_cast<const vh_mem*>(high) : zero;
+    return __builtin_convertvector(x, vu) | __builtin_convertvector(y, vu) << 16;
+  }
+}
+inline void store_units(float* p, vf x) { store(p, x); }
+inline void store_units(uint32_t* p, vu x) { *reinterpret_cast<vu_mem*>(p) = x; }
 
 // B = X: panels [columns / PANEL][padded rows / PAIR][PANEL] of x (rows, columns); rows up to `padded` become zero.
 template <class P, class T>
 void pack_rows(const T* x, int64_t ld, int64_t rows, int64_t padded, int64_t columns, typename P::unit* out) {
   for (int64_t panel = 0; panel < columns; panel += PANEL)
     for (int64_t k = 0; k < padded; k += P::PAIR, out += PANEL)
-      for (int n = 0; n < PANEL; n++) {
-        const T zero{};
-        const T low = k < rows ? x[k * ld + panel + n] : zero;
-        const T high = P::PAIR == 2 && k + 1 < rows ? x[(k + 1) * ld + panel + n] : zero;
-        put(out + n, low, high);
+      for (int64_t n = 0; n < PANEL; n += LANES) {
+        const T* row = x + k * ld + panel + n;
+        auto units = units_of_rows<P>(k < rows ? row : x, k + 1 < rows ? row + ld : nullptr);
+        if (k >= rows) units = decltype(units){};
+        store_units(out + n, units);
       }
 }
 
-// B = X transposed: panels [padded rows / PANEL][columns / PAIR][PANEL] of x (rows, columns).
+// B = X transposed: panels [padded rows / PANEL][columns / PAIR][PANEL] of x (rows, columns). columns: a multiple of
+// LANES units.
 template <class P, class T>
 void pack_columns(const T* x, int64_t ld, int64_t rows, int64_t padded, int64_t columns, typename P::unit* out) {
-  for (int64_t panel = 0; panel < padded; panel += PANEL)
-    for (int64_t k = 0; k < columns; k += P::PAIR, out += PANEL)
-      for (int n = 0; n < PANEL; n++) {
-        const T zero{};
-        const bool inside = panel + n < rows;
-        const T* row = x + (panel + n) * ld + k;
-        put(out + n, inside ? row[0] : zero, inside && P::PAIR == 2 ? row[1] : zero);
+  typedef decltype(units_at<P>(x)) units;
+  for (int64_t panel = 0; panel < padded; panel += PANEL, out += columns / P::PAIR * PANEL)
+    for (int64_t n = 0; n < PANEL; n += LANES)
+      for (int64_t k = 0; k < columns; k += LANES * P::PAIR) {
+        units block[LANES];
+        for (int64_t i = 0; i < LANES; i++)
+          block[i] = panel + n + i < rows ? units_at<P>(x + (panel + n + i) * ld + k) : units{};
+        transpose(block);
+        for (int64_t i = 0; i < LANES; i++) store_units(out + (k / P::PAIR + i) * PANEL + n, block[i]);
       }
 }
 

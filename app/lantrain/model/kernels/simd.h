@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
@@ -74,6 +75,40 @@ inline vh narrowed(vf x) {
 #endif
 }
 inline void store(bf16* p, vf x) { *reinterpret_cast<vh_mem*>(p) = narrowed(x); }
+
+// The transpose of LANES vectors: each round interleaves the halves, which rotates the bits of every element's place.
+template <class V>
+inline void transpose(V (&rows)[LANES]) {
+  typedef decltype(rows[0] == rows[0]) mask;
+  mask low, high;
+  for (int i = 0; i < LANES; i++) {
+    low[i] = i / 2 + i % 2 * LANES;
+    high[i] = low[i] + LANES / 2;
+  }
+#pragma GCC unroll 4
+  for (int round = 1; round < LANES; round *= 2) {
+    V next[LANES];
+#pragma GCC unroll 8
+    for (int i = 0; i < LANES / 2; i++) {
+      next[2 * i] = __builtin_shuffle(rows[i], rows[i + LANES / 2], low);
+      next[2 * i + 1] = __builtin_shuffle(rows[i], rows[i + LANES / 2], high);
+    }
+#pragma GCC unroll 16
+    for (int i = 0; i < LANES; i++) rows[i] = next[i];
+  }
+}
+
+// Uninitialised work space on whole cache lines: a vector that lies across two costs two loads.
+template <class T>
+struct Memory {
+  explicit Memory(int64_t count)
+      : size(count), data(static_cast<T*>(::operator new(size_t(count) * sizeof(T), std::align_val_t(64)))) {}
+  ~Memory() { ::operator delete(data, std::align_val_t(64)); }
+  Memory(const Memory&) = delete;
+  Memory& operator=(const Memory&) = delete;
+  const int64_t size;
+  T* const data;
+};
 
 inline vf lane_numbers() {
   vf n;
