@@ -5,20 +5,22 @@ rank's own rows. At its end the pseudo-gradient, the shared weights at the start
 averaged over the ranks, weighted by the tokens that each has seen, and an outer Nesterov step moves the shared weights,
 in fp32 and with the same bits on every rank.
 
-What crosses the wire is quantised twice: each rank sends every other the slice that it sums (all_to_all), and gets the
-rounded sums back (all_gather), so a rank sends 2 (N-1)/N values of 8 or 4 bits whatever the number of ranks. What
+What crosses the wire is quantised twice: each rank sends every other the slice that it sums, and gets the rounded sums
+back, so a rank sends 2 (N-1)/N values of 8 or 4 bits whatever the number of ranks (cluster/exchange.py). What
 rounding loses stays in a residual on the rank that rounded and is sent in the next round (error feedback). Of the
 embedding tables only rows that some rank has touched lately travel.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lantrain.cluster.exchange import start_exchange
 from lantrain.cluster.group import Ranks, broadcast_json
 from lantrain.errors import WRONG_NUMBERS_EXIT, UserError
 from lantrain.model.embedding import EmbeddingRows
@@ -26,8 +28,8 @@ from lantrain.optim.groups import ParamGroup
 from lantrain.optim.quantise import BLOCK, dequantise, packed_bytes, quantise
 from lantrain.optim.sharded import ShardedOptimizer
 
-CHUNK = 2**22
-"""Values exchanged at a time: bounds the work space, and keeps a single transfer far below the time-out."""
+CHUNK = 2**20
+"""Values exchanged at a time: some are rounded and summed while others travel, and the work space is bounded."""
 
 SMALL = 2**12
 """Smaller parameters travel in fp32: the scalars of the layers would share blocks with neighbours that change by a
@@ -114,6 +116,11 @@ class LocalSteps:
         for param in self.params.values():
             param.grad = None
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which a step has waited for other ranks: none, steps are this rank's own."""
+        return 0.0
+
     def count_tokens(self, tokens: int) -> None:
         """Add to this rank's weight in the average at the end of the round."""
         self._tokens += tokens
@@ -195,28 +202,44 @@ class LocalSteps:
             return flat
         result = torch.empty_like(flat)
         chunk = CHUNK // (BLOCK * self.ranks.world) * BLOCK * self.ranks.world
-        for values, target in zip(flat.split(chunk), result.split(chunk), strict=True):
-            self._average_chunk(values, target, bits)
+        running: deque[Iterator[None]] = deque()
+        for number, (values, target) in enumerate(zip(flat.split(chunk), result.split(chunk), strict=True)):
+            running.append(self._average_chunk(values, target, bits, tag=2 * number))
+            self._one_stage_further(running)
+        while running:
+            self._one_stage_further(running)
         return result
 
-    def _average_chunk(self, values: Tensor, target: Tensor, bits: int) -> None:
+    @staticmethod
+    def _one_stage_further(running: deque[Iterator[None]]) -> None:
+        """The newest chunk first, so that its slices travel while the sums of the one before are made."""
+        for chunk in reversed(list(running)):
+            try:
+                next(chunk)
+            except StopIteration:
+                running.remove(chunk)
+
+    def _average_chunk(self, values: Tensor, target: Tensor, bits: int, tag: int) -> Iterator[None]:
+        """In three stages: send slices, sum this rank's and send the sum, take the sums of the others."""
         world, rank = self.ranks.world, self.ranks.rank
         slices = values.view(world, -1)
         size = slices.shape[1]
-        sent = torch.stack([quantise(part, bits) for part in slices])
-        received = torch.empty_like(sent)
-        work = dist.all_to_all_single(received, sent, async_op=True)
+        sent = [quantise(part, bits) for part in slices]
+        received = [sent[rank] if other == rank else torch.empty_like(sent[rank]) for other in range(world)]
+        exchange = start_exchange(self.ranks, lambda other: sent[other], received, tag=tag)
         for part, packed in zip(slices, sent, strict=True):
             part.sub_(dequantise(packed, size, bits))
-        work.wait()
+        yield
+        exchange.wait()
         total = torch.zeros(size)
         for packed in received:  # in rank order: the same bits each time
             total.add_(dequantise(packed, size, bits))
         mine = quantise(total, bits)
-        parts = [torch.empty_like(mine) for _ in range(world)]
-        work = dist.all_gather(parts, mine, async_op=True)
+        parts = [mine if other == rank else torch.empty_like(mine) for other in range(world)]
+        exchange = start_exchange(self.ranks, lambda _: mine, parts, tag=tag + 1)
         slices[rank].add_(total.sub_(dequantise(mine, size, bits)))
-        work.wait()
+        yield
+        exchange.wait()
         torch.cat([dequantise(packed, size, bits) for packed in parts], out=target)
         self.sent_bytes += 2 * (world - 1) * packed_bytes(size, bits)
 

@@ -125,6 +125,11 @@ class ShardedOptimizer:
         gradient = self.params[piece.name].grad
         return torch.zeros(piece.numel) if gradient is None else gradient[piece.start : piece.stop]
 
+    @property
+    def waited(self) -> float:
+        """Seconds in which this rank has waited for others, or for the cable, since it was made."""
+        return self.wire.waited + self.tables.waited
+
     def send_gradients(self) -> None:
         """Send all gradients that have not been sent yet: the step's backward passes are over. Every rank calls it."""
         while len(self._pending) < len(self._missing):

@@ -6,6 +6,7 @@ its own copy: at depth 8 that keeps 84 of 126 million gradients off the wire.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 
 import torch
@@ -19,7 +20,7 @@ from lantrain.optim.groups import ParamGroup
 
 
 class Tables:
-    """The embedding tables of a model with their AdamW state."""
+    """The embedding tables of a model with their AdamW state. `waited` counts the seconds of waiting for others."""
 
     def __init__(
         self, params: Mapping[str, nn.Parameter], groups: Mapping[str, ParamGroup], ranks: Ranks, narrow: torch.dtype
@@ -27,6 +28,7 @@ class Tables:
         """`params` and `groups` by table name; `narrow`: dtype of the gradients while they travel."""
         self.params, self.groups, self.ranks, self.narrow = dict(params), dict(groups), ranks, narrow
         self.state = {name: (torch.zeros_like(param), torch.zeros_like(param)) for name, param in self.params.items()}
+        self.waited = 0.0
         # Zeros but for the rows of the step that is being taken; tables of one shape take turns.
         self._dense = {param.shape: torch.zeros_like(param) for param in self.params.values()}
 
@@ -42,7 +44,9 @@ class Tables:
         if self.ranks.world == 1:
             return lambda: [(ids, gradients)]
         counts = [torch.zeros(1, dtype=torch.int64) for _ in range(self.ranks.world)]
+        began = time.perf_counter()
         dist.all_gather(counts, torch.tensor([ids.numel()]))
+        self.waited += time.perf_counter() - began
         everyone, works = [], []
         for rank, count in enumerate(int(count) for count in counts):
             if rank == self.ranks.rank:
@@ -57,8 +61,10 @@ class Tables:
             everyone.append((theirs, payload))
 
         def wait() -> list[tuple[Tensor, list[Tensor]]]:
+            began = time.perf_counter()
             for work in works:
                 work.wait()
+            self.waited += time.perf_counter() - began
             return [(theirs.long(), list(payload.float().split(widths, dim=1))) for theirs, payload in everyone]
 
         return wait

@@ -2,9 +2,8 @@
 
 Both ways every rank sends each other one what is meant for it, and no more. Against Gloo's own reduce_scatter, which is
 an all-reduce inside, and all_gather that is less than half the bytes, and 2.7 times faster (docs/internals.md); rounded
-to bfloat16 it is half of that again. Receives are posted before sends: Gloo's all_to_all does the opposite, and often
-used a cable one way at a time (8 MiB each way at 100 Mbit/s: 0.73 or 1.40 s, by chance; docs/log.md). Buckets let the
-exchange begin while the backward pass still runs, and let weights travel while the next matrices are being updated.
+to bfloat16 it is half of that again. Buckets let the exchange begin while the backward pass still runs, and let weights
+travel while the next matrices are being updated.
 
 The owner sums in fp32 and in rank order, so a run repeats bit for bit. Its own gradient is never rounded. Weights that
 are rounded for the wire are rounded on every rank, the owner included, who keeps the fp32 master copy: all ranks
@@ -18,9 +17,9 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from lantrain.cluster.exchange import start_exchange
 from lantrain.cluster.group import Ranks
 from lantrain.optim.owners import Piece
 
@@ -93,33 +92,24 @@ def make_buckets(owned: Sequence[Sequence[Piece]], order: Sequence[str]) -> list
 
 
 class Wire:
-    """The exchanges of one model's buckets. Every rank starts those of one kind in the same order."""
+    """The exchanges of one model's buckets. Every rank starts those of one kind in the same order.
+
+    `waited` counts the seconds in which this rank waited for others or for the cable.
+    """
 
     def __init__(self, buckets: list[list[list[Piece]]], ranks: Ranks, narrow: torch.dtype = torch.float32) -> None:
         """`narrow`: dtype of the large pieces while they travel, float32 or bfloat16."""
         self.ranks, self.narrow = ranks, narrow
+        self.waited = 0.0
         self.parcels = [[Parcel(tuple(pieces), narrow) for pieces in bucket] for bucket in buckets]
 
-    def _start(
-        self, tag: int, out: list[int], back: list[int], fill: Callable[[int], Tensor]
-    ) -> Callable[[], list[Tensor]]:
-        """Send `fill(rank)`, of `out[rank]` bytes, to each rank and receive `back[rank]` bytes from each.
-
-        Two exchanges that may be under way at the same time have different tags.
-        """
-        me, world, group = self.ranks.rank, self.ranks.world, self.ranks.wire
+    def _start(self, tag: int, back: list[int], message: Callable[[int], Tensor]) -> Callable[[], list[Tensor]]:
+        """Send `message(rank)` to each rank and receive `back[rank]` bytes from each."""
         received = [torch.empty(size, dtype=torch.uint8) for size in back]
-        # Each rank begins with its neighbour, so that not all send to rank 0 first.
-        others = [(me + distance) % world for distance in range(1, world)]
-        works = [dist.irecv(received[rank], rank, group=group, tag=tag) for rank in reversed(others) if back[rank]]
-        for rank in others:
-            if out[rank]:
-                works.append(dist.isend(fill(rank), rank, group=group, tag=tag))
+        exchange = start_exchange(self.ranks, message, received, tag=tag)
 
         def wait() -> list[Tensor]:
-            for work in works:
-                assert work is not None
-                work.wait()
+            self.waited += exchange.wait()
             return received
 
         return wait
@@ -134,9 +124,8 @@ class Wire:
         own = {piece: take(piece).reshape(-1) for piece in parcels[me].pieces}
         if self.ranks.world == 1:
             return lambda: own
-        out = [0 if rank == me else parcel.bytes for rank, parcel in enumerate(parcels)]
         back = [0 if rank == me else parcels[me].bytes for rank in range(self.ranks.world)]
-        arrived = self._start(2 * bucket, out, back, lambda rank: parcels[rank].pack(take))
+        arrived = self._start(2 * bucket, back, lambda rank: parcels[rank].pack(take))
 
         def wait() -> dict[Piece, Tensor]:
             sums: dict[Piece, Tensor] = {}
@@ -158,9 +147,8 @@ class Wire:
         """
         me, parcels = self.ranks.rank, self.parcels[bucket]
         mine = parcels[me].pack(values)
-        out = [0 if rank == me else parcels[me].bytes for rank in range(self.ranks.world)]
         back = [0 if rank == me else parcel.bytes for rank, parcel in enumerate(parcels)]
-        arrived = self._start(2 * bucket + 1, out, back, lambda rank: mine)
+        arrived = self._start(2 * bucket + 1, back, lambda _: mine)
 
         def wait() -> Iterator[tuple[Piece, Tensor]]:
             for rank, buffer in enumerate(arrived()):
