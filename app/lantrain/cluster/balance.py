@@ -13,6 +13,7 @@ import statistics
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lantrain.cluster.shares import soonest_rows, split_rows
 
@@ -36,22 +37,34 @@ ALONE_MARGIN = 1.1
 """One rank alone also makes an update, which is not in its computation."""
 
 
+class Spent(NamedTuple):
+    """What a rank did in a step, in seconds without any waiting for others."""
+
+    rows: int
+    computing: float
+    """Forward and backward passes of its rows."""
+    updating: float = 0.0
+    """The update, which does not depend on its rows: matrices it owns, tables, packing. 0: not known, or none made."""
+
+
 @dataclass(frozen=True)
 class Change:
-    """New shares, and why: seconds a row on each rank (None: not known), computation of a step before and after."""
+    """New shares, and why: seconds of a row and of the update on each rank (None: not known), and of a step."""
 
     shares: list[int]
     before: list[int]
     seconds_per_row: list[float | None]
+    update_seconds: list[float]
     seconds_before: float
     seconds_after: float
 
     def line(self, step: int) -> str:
         """The change in words; it counts from `step` on."""
         speeds = ", ".join("?" if seconds is None else f"{seconds:.3g}" for seconds in self.seconds_per_row)
+        updates = ", ".join(f"{seconds:.3g}" for seconds in self.update_seconds)
         return (
             f"rows of each rank from step {step} on: {_listed(self.shares)} (before: {_listed(self.before)}); "
-            f"a row takes {speeds} s, a step's computation {self.seconds_after:.3g} s instead of "
+            f"a row takes {speeds} s, the update {updates} s, so a step {self.seconds_after:.3g} s instead of "
             f"{self.seconds_before:.3g}"
         )
 
@@ -60,9 +73,15 @@ def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))
 
 
-def longest(shares: Sequence[int], seconds_per_row: Sequence[float | None]) -> float:
-    """Seconds until the last rank has computed its rows."""
-    return max((count * seconds for count, seconds in zip(shares, seconds_per_row, strict=True) if seconds), default=0)
+def longest(
+    shares: Sequence[int], seconds_per_row: Sequence[float | None], fixed_seconds: Sequence[float] | None = None
+) -> float:
+    """Seconds until the last rank has done its rows, and what it needs besides; ranks without rows do not count."""
+    fixed = fixed_seconds or [0.0] * len(shares)
+    return max(
+        (n * seconds + more for n, seconds, more in zip(shares, seconds_per_row, fixed, strict=True) if n and seconds),
+        default=0,
+    )
 
 
 class Balance:
@@ -76,6 +95,7 @@ class Balance:
         self.rows, self.weights, self.follow = rows, list(weights), follow and len(weights) > 1
         world = len(self.weights)
         self._seen: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(world)]
+        self._updates: list[deque[float]] = [deque(maxlen=WINDOW) for _ in range(world)]
         self.shares = self.split(rows)
         self._lasting = self.shares
         self._without_rows = [0] * world
@@ -97,8 +117,11 @@ class Balance:
     def _seconds_per_row(self) -> list[float | None]:
         return [statistics.median(seen) if seen else None for seen in self._seen]
 
-    def observe(self, measured: Sequence[tuple[int, float]]) -> Change | None:
-        """Take what each rank did in a step, rows and seconds of computation without any waiting.
+    def _update_seconds(self) -> list[float]:
+        return [statistics.median(seen) if seen else 0.0 for seen in self._updates]
+
+    def observe(self, measured: Sequence[Spent]) -> Change | None:
+        """Take what each rank did in a step.
 
         Afterwards `shares` are those of the next step whose rows are not yet on their way. Returns the change when
         there is a lasting one; trials of a single row come and go without.
@@ -108,8 +131,8 @@ class Balance:
             return None
         if self._in_trial:
             self.shares, self._in_trial = self._lasting, False
-        for rank, (rows, seconds) in enumerate(measured):
-            self._add(rank, rows, seconds)
+        for rank, spent in enumerate(measured):
+            self._add(rank, spent)
         change = self._wanted_change()
         if change is not None:
             self.shares, self._changed_at, self._asked = change.shares, self._steps, 0
@@ -120,25 +143,29 @@ class Balance:
             self._try_one_without_rows()
         return change
 
-    def _add(self, rank: int, rows: int, seconds: float) -> None:
-        if rows <= 0 or seconds <= 0:
+    def _add(self, rank: int, spent: Spent) -> None:
+        if spent.rows <= 0 or spent.computing <= 0:
             self._without_rows[rank] += 1
             return
         if self._without_rows[rank]:
             self._seen[rank].clear()  # what it was before
+            self._updates[rank].clear()
         self._without_rows[rank] = 0
-        self._seen[rank].append(seconds / rows)
+        self._seen[rank].append(spent.computing / spent.rows)
+        if spent.updating > 0:
+            self._updates[rank].append(spent.updating)
 
     def _wanted_change(self) -> Change | None:
         known = self._seconds_per_row()
         if all(seconds is None for seconds in known):
             return None
-        best = soonest_rows(self.rows, known)
-        before, after = longest(self.shares, known), longest(best, known)
+        updates = self._update_seconds()
+        best = soonest_rows(self.rows, known, updates)
+        before, after = longest(self.shares, known, updates), longest(best, known, updates)
         self._asked = self._asked + 1 if before > after * (1 + MIN_GAIN) else 0
         if self._asked < PATIENCE or self._steps - self._changed_at < PAUSE_STEPS:
             return None
-        return Change(best, self.shares, known, before, after)
+        return Change(best, self.shares, known, updates, before, after)
 
     def _try_one_without_rows(self) -> None:
         """Give one row for one step to a rank that has had none for long, from the rank that is done last."""
@@ -165,9 +192,9 @@ class AloneWatch:
         self._steps: deque[tuple[float, float]] = deque(maxlen=ALONE_STEPS)
         self._said = False
 
-    def add(self, seconds: float, measured: Sequence[tuple[int, float]]) -> str:
+    def add(self, seconds: float, measured: Sequence[Spent]) -> str:
         """Take a step's seconds and what the ranks did in it; returns a line the first time that it is so, else ""."""
-        per_row = [took / rows for rows, took in measured if rows > 0 and took > 0]
+        per_row = [spent.computing / spent.rows for spent in measured if spent.rows > 0 and spent.computing > 0]
         if self._said or not per_row or len(measured) < 2:
             return ""
         self._steps.append((seconds, self.rows * min(per_row)))

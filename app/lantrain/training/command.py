@@ -49,13 +49,13 @@ def _train(config: Config) -> int:
         print(f"{threads} threads ({reason})", flush=True)
         for rank, other in enumerate(everyone):
             print(f"rank {rank}: host {other['host']}, {other['threads']} threads, torch {other['torch']}", flush=True)
-    code = guarded(lambda: _run(config, ranks), ranks)
+    code = guarded(lambda: _run(config, ranks, [other["host"] for other in everyone]), ranks)
     leave_groups(ranks)
     return code
 
 
-def _run(config: Config, ranks: Ranks) -> int:
-    setup = prepare(config, ranks)
+def _run(config: Config, ranks: Ranks, hosts: list[str]) -> int:
+    setup = prepare(config, ranks, hosts)
     if ranks.leader:
         for line in plan_lines(setup.plan, config, ranks.world):
             print(line, flush=True)

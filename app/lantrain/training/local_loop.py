@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lantrain.cluster.balance import Spent
 from lantrain.cluster.group import Ranks
 from lantrain.cluster.replicas import check_replicas
 from lantrain.data.feed import Batch
@@ -54,7 +55,7 @@ class LocalLoop(Loop):
         assert isinstance(setup.optimizer, LocalSteps)
         self.local: LocalSteps = setup.optimizer
         self._told: deque[_Told] = deque()
-        self._heard: dict[int, tuple[float, list[tuple[int, float]]]] = {}
+        self._heard: dict[int, tuple[float, list[Spent]]] = {}
         self._unreported: deque[_Step] = deque()
         self._round_is_open = False
         self._save_wanted = False
@@ -72,16 +73,12 @@ class LocalLoop(Loop):
         multiplier = self.plan.schedule.lr_multiplier(step)
         # Each rank judges an outlier by its own losses; nobody waits to compare.
         if rows is None or self._takes_step(loss, step + 1):
-            self.local.step(
-                rows,
-                lr_multiplier=multiplier,
-                muon_momentum=self.plan.schedule.muon_momentum(step),
-                muon_weight_decay=self.plan.schedule.muon_weight_decay(step),
-            )
+            self._update(rows, step)
         count = len(batch.rows)
+        spent = Spent(count, computed, self.update_seconds if rows is not None else 0.0)
         self.local.count_tokens(count * self.args.max_seq_len)
         self._round_is_open, self.save_asked, self.measured = True, False, []
-        self._tell(step, self._to_exchange(loss * count / self.plan.rows, stop.number, (count, computed)))
+        self._tell(step, self._to_exchange(loss * count / self.plan.rows, stop.number, spent))
         signal_number = self._hear(still_on_its_way=1)
         if signal_number or self._round_ends(step + 1):
             signal_number = max(signal_number, self._hear(still_on_its_way=0))

@@ -20,9 +20,8 @@ from torch import Tensor
 import lantrain
 from lantrain import paths
 from lantrain.cluster import beacon
-from lantrain.cluster.balance import AloneWatch
-from lantrain.cluster.gemm import gemm_rate
-from lantrain.cluster.group import Ranks, broadcast_json, gather_json
+from lantrain.cluster.balance import AloneWatch, Spent
+from lantrain.cluster.group import Ranks, broadcast_json
 from lantrain.cluster.replicas import check_replicas
 from lantrain.cluster.shares import micro_batches
 from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
@@ -96,7 +95,8 @@ class Loop:
         self.args, self.plan, self.model = config.args, setup.plan, setup.model
         self.folder: Path = paths.checkpoint_dir(config.tag)
         self.balance = first_balance(self.plan, config, ranks.world)
-        self.measured: list[tuple[int, float]] = []
+        self.measured: list[Spent] = []
+        self.update_seconds = 0.0
         self.alone = AloneWatch(self.plan.rows)
         self.progress = Progress()
         self.wide = self.plan.model.vocab_size > 2**16
@@ -110,7 +110,6 @@ class Loop:
         )  # fmt: skip
         self.step_seconds = 0.0
         self.save_asked = False
-        self.machine_flops = sum(gather_json(gemm_rate(self.model.compute_dtype), ranks))
         leader_does(ranks, self._open_leader_side)
         self.evaluated_step = broadcast_json(self.progress.val_step, ranks)
         self.outliers = OutlierWatch.from_list(broadcast_json(self.progress.outliers, ranks))
@@ -213,20 +212,28 @@ class Loop:
         started = time.perf_counter()
         loss, rows = self._forward_backward(batch)
         computed = time.perf_counter() - started
-        mine = (len(batch.rows), computed)
+        # The update of the step before: that of this one is still to come, and the next shares need a figure now.
+        mine = Spent(len(batch.rows), computed, self.update_seconds)
         loss, signal_number, self.save_asked = self._exchange_loss(loss, stop.number, step, mine)
         multiplier = self.plan.schedule.lr_multiplier(step)
         if self._takes_step(loss, step + 1):
-            self.setup.optimizer.step(
-                rows,
-                lr_multiplier=multiplier,
-                muon_momentum=self.plan.schedule.muon_momentum(step),
-                muon_weight_decay=self.plan.schedule.muon_weight_decay(step),
-            )
+            self._update(rows, step)
         seconds = time.perf_counter() - started
         self.step_seconds = seconds
         self._report_step(step + 1, batch, loss, multiplier, seconds, computed)
         return signal_number
+
+    def _update(self, rows: EmbeddingRows | None, step: int) -> None:
+        """The optimizer's step, with the time that this rank was busy with it."""
+        optimizer, schedule = self.setup.optimizer, self.plan.schedule
+        began, waited = time.perf_counter(), optimizer.waited
+        optimizer.step(
+            rows,
+            lr_multiplier=schedule.lr_multiplier(step),
+            muon_momentum=schedule.muon_momentum(step),
+            muon_weight_decay=schedule.muon_weight_decay(step),
+        )
+        self.update_seconds = time.perf_counter() - began - (optimizer.waited - waited)
 
     def _forward_backward(self, batch: Batch) -> tuple[float, EmbeddingRows | None]:
         """Gradients of this rank's rows, as a share of the whole batch's mean loss; returns that share of the loss."""
@@ -280,15 +287,13 @@ class Loop:
         if slower:
             self._say(slower)
 
-    def _exchange_loss(
-        self, loss: float, signal_number: int, step: int, computed: tuple[int, float]
-    ) -> tuple[float, int, bool]:
+    def _exchange_loss(self, loss: float, signal_number: int, step: int, spent: Spent) -> tuple[float, int, bool]:
         """Sum of the ranks' losses in rank order, any stop signal, and whether the leader's clock asks for a
         checkpoint. Bad numbers end the run before the update.
 
-        `computed` is this rank's rows and its seconds for them without waiting; `self.measured` gets every rank's.
+        `spent` is this rank's; `self.measured` gets every rank's.
         """
-        mine = self._to_exchange(loss, signal_number, computed)
+        mine = self._to_exchange(loss, signal_number, spent)
         everyone = [torch.zeros_like(mine) for _ in range(self.ranks.world)]
         if self.ranks.world > 1:
             dist.all_gather(everyone, mine)
@@ -296,13 +301,13 @@ class Loop:
             everyone = [mine]
         return self._read_exchange(everyone, step)
 
-    def _to_exchange(self, loss: float, signal_number: int, computed: tuple[int, float]) -> Tensor:
+    def _to_exchange(self, loss: float, signal_number: int, spent: Spent) -> Tensor:
         save = self.ranks.leader and self.saver.due_by_time()
-        return torch.tensor([loss, float(signal_number), float(save), *computed], dtype=torch.float64)
+        return torch.tensor([loss, float(signal_number), float(save), *spent], dtype=torch.float64)
 
     def _read_exchange(self, everyone: list[Tensor], step: int) -> tuple[float, int, bool]:
         losses = [float(values[0]) for values in everyone]
-        self.measured = [(int(values[3]), float(values[4])) for values in everyone]
+        self.measured = [Spent(int(values[3]), float(values[4]), float(values[5])) for values in everyone]
         bad = [str(rank) for rank, value in enumerate(losses) if not math.isfinite(value)]
         if bad:
             raise UserError(
@@ -320,7 +325,7 @@ class Loop:
             return
         tokens, total = self.plan.total_batch, self.plan.num_iterations
         smooth = self.progress.add_step(step, loss, seconds)
-        mfu = self.plan.flops_per_token * tokens / seconds / self.machine_flops
+        mfu = self.plan.flops_per_token * tokens / seconds / self.setup.machine_flops
         eta = self.progress.eta_seconds(step, total, seconds)
         line = step_line(
             step, total, loss=smooth, lr_multiplier=multiplier, seconds=seconds, tokens=tokens, mfu=mfu,
@@ -331,7 +336,9 @@ class Loop:
         self.metrics.add(
             step=step, loss=loss, smooth_loss=smooth, lr_multiplier=multiplier, dt=seconds, compute_s=computed,
             tok_per_sec=tokens / seconds, mfu=mfu, epoch=batch.epoch, ranks=self.ranks.world, time=time.time(),
-            rows=[rows for rows, _ in self.measured], rank_compute_s=[seconds for _, seconds in self.measured],
+            rows=[spent.rows for spent in self.measured],
+            rank_compute_s=[spent.computing for spent in self.measured],
+            rank_update_s=[spent.updating for spent in self.measured],
         )  # fmt: skip
         self.last = batch
         heartbeat(step)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-import platform
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lantrain import paths
-from lantrain.cluster.gemm import choose_dtype
+from lantrain.cluster.gemm import choose_dtype, gemm_rate
 from lantrain.cluster.group import Ranks, broadcast_json, gather_json
 from lantrain.cluster.replicas import copy_from_leader
 from lantrain.data.shards import ShardSet, open_shards
@@ -45,6 +45,8 @@ class Setup:
     shards: ShardSet | None
     tokenizer: Tokenizer | None
     resumed: checkpoint.Checkpoint | None
+    machine_flops: float
+    """Sum of all machines' GEMM rates in the dtype of the computation, FLOP/s."""
 
 
 @dataclass
@@ -141,8 +143,11 @@ def check_resumed(plan: Plan, config: Config, resumed: checkpoint.Checkpoint) ->
     return notes
 
 
-def prepare(config: Config, ranks: Ranks) -> Setup:
-    """Open files on the leader, agree on the plan, build model and optimizer, and make all ranks equal. Collective."""
+def prepare(config: Config, ranks: Ranks, hosts: Sequence[str]) -> Setup:
+    """Open files on the leader, agree on the plan, build model and optimizer, and make all ranks equal. Collective.
+
+    `hosts` has the name of each rank's machine.
+    """
     keep_freed_memory()
     compare_configurations(config, ranks)
     files: _LeaderFiles | None = leader_does(ranks, lambda: _open_leader_files(config))
@@ -163,10 +168,11 @@ def prepare(config: Config, ranks: Ranks) -> Setup:
     if copy_from_leader(params, ranks) and ranks.leader:
         print("the leader's weights were sent to every rank", flush=True)
     optimizer: ShardedOptimizer | LocalSteps
-    if steps_locally(config, plan, ranks, dtype):
+    machine_flops = sum(gather_json(gemm_rate(dtype), ranks))
+    if steps_locally(config, plan, ranks, machine_flops):
         optimizer = make_local_optimizer(config, plan, model, ranks)
     else:
-        optimizer = make_optimizer(config, plan, model, ranks, choose_wire_dtype(config, ranks))
+        optimizer = make_optimizer(config, plan, model, ranks, choose_wire_dtype(config, ranks, hosts))
     start_step = broadcast_json(resumed.step if resumed else 0, ranks)
     if start_step:
         state = resumed.state["optimizer"] if resumed else None
@@ -178,7 +184,7 @@ def prepare(config: Config, ranks: Ranks) -> Setup:
     if ranks.world > 1:
         torch.distributed.broadcast(token_bytes, 0)
     shards, tokenizer = (files.shards, files.tokenizer) if files else (None, None)
-    return Setup(plan, model, optimizer, token_bytes, start_step, shards, tokenizer, resumed)
+    return Setup(plan, model, optimizer, token_bytes, start_step, shards, tokenizer, resumed, machine_flops)
 
 
 def _check_optimizer_state(optimizer: ShardedOptimizer | LocalSteps, state: dict[str, Tensor] | None) -> None:
@@ -188,17 +194,16 @@ def _check_optimizer_state(optimizer: ShardedOptimizer | LocalSteps, state: dict
         raise UserError(f"the checkpoint does not fit: {error}", "resume from another step") from None
 
 
-def choose_wire_dtype(config: Config, ranks: Ranks) -> torch.dtype:
-    """float32 or bfloat16 for gradients and weights between the ranks, by --wire-dtype. Collective, says what it chose.
+def choose_wire_dtype(config: Config, ranks: Ranks, hosts: Sequence[str]) -> torch.dtype:
+    """float32 or bfloat16 for gradients and weights between the ranks, by --wire-dtype; the leader says what it chose.
 
     On one host the wire is its memory, and rounding would only cost time.
     """
-    asked = config.args.wire_dtype
-    hosts = len(set(gather_json(platform.node(), ranks)))
+    asked, count = config.args.wire_dtype, len(set(hosts))
     dtype = {"float32": torch.float32, "bfloat16": torch.bfloat16}.get(asked)
-    reason = f"--wire-dtype {asked}" if dtype else f"{hosts} hosts"
+    reason = f"--wire-dtype {asked}" if dtype else f"{count} hosts"
     if dtype is None:
-        dtype = torch.bfloat16 if hosts > 1 else torch.float32
+        dtype = torch.bfloat16 if count > 1 else torch.float32
     if ranks.leader and ranks.world > 1:
         name = str(dtype).removeprefix("torch.")
         print(f"gradients and weights travel in {name} ({reason}; sums and optimizer are float32)", flush=True)

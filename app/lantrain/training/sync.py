@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from lantrain.cluster.gemm import gemm_rate
+from lantrain.cluster.exchange import start_exchange
 from lantrain.cluster.group import Ranks, gather_json
 from lantrain.training.config import Config
 from lantrain.training.plan import Plan
@@ -61,22 +61,27 @@ def measure_link(ranks: Ranks) -> float:
     """Bytes/s that each rank sends while all send to all, by the slowest. The same on every rank. Collective."""
     rate = float("inf")
     for size in PROBE_BYTES:
-        sent = torch.zeros(size * ranks.world, dtype=torch.uint8)
-        received = torch.empty_like(sent)
-        began = time.perf_counter()
-        dist.all_to_all_single(received, sent)
-        slowest = max(gather_json(time.perf_counter() - began, ranks))
+        slowest = max(gather_json(_seconds_to_send(size, ranks), ranks))
         rate = size * (ranks.world - 1) / max(slowest, 1e-9)
         if size > PROBE_BYTES[0] and slowest > QUICK_PROBE_SECONDS:
             break
     return rate
 
 
-def estimate(config: Config, plan: Plan, ranks: Ranks, dtype: torch.dtype) -> Estimate:
-    """Measure the link and the machines. The same on every rank. Collective."""
+def _seconds_to_send(size: int, ranks: Ranks) -> float:
+    """Of this rank, to send `size` bytes to each other one and receive as many."""
+    sent = torch.zeros(size, dtype=torch.uint8)
+    received = [torch.empty(size if rank != ranks.rank else 0, dtype=torch.uint8) for rank in range(ranks.world)]
+    dist.barrier()  # a rank that comes late is not the cable's fault
+    began = time.perf_counter()
+    start_exchange(ranks, lambda _: sent, received).wait()
+    return time.perf_counter() - began
+
+
+def estimate(config: Config, plan: Plan, ranks: Ranks, machine_flops: float) -> Estimate:
+    """Measure the link, given the sum of the machines' GEMM rates. The same on every rank. Collective."""
     args, counts = config.args, plan.counts
-    rates = gather_json(gemm_rate(dtype), ranks)
-    compute = plan.flops_per_token * plan.total_batch / (GEMM_SHARE * sum(rates))
+    compute = plan.flops_per_token * plan.total_batch / (GEMM_SHARE * machine_flops)
     tables = counts["wte"] + counts["value_embeds"]
     exchanged = 2 * (ranks.world - 1) / ranks.world
     width = 4 if args.wire_dtype == "float32" else 2
@@ -88,13 +93,16 @@ def estimate(config: Config, plan: Plan, ranks: Ranks, dtype: torch.dtype) -> Es
     )
 
 
-def steps_locally(config: Config, plan: Plan, ranks: Ranks, dtype: torch.dtype) -> bool:
-    """Whether this run takes local steps; with `--sync auto` the leader says why. Collective."""
+def steps_locally(config: Config, plan: Plan, ranks: Ranks, machine_flops: float) -> bool:
+    """Whether this run takes local steps; with `--sync auto` the leader says why. Collective.
+
+    `machine_flops` is the sum of all machines' GEMM rates in FLOP/s, the same on every rank.
+    """
     if config.args.sync != "auto":
         return bool(config.args.sync == "local")
     if ranks.world == 1:
         return False
-    found = estimate(config, plan, ranks, dtype)
+    found = estimate(config, plan, ranks, machine_flops)
     if ranks.leader:
         print(found.line(config.args.local_steps), flush=True)
     return found.local

@@ -3,27 +3,34 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 
 import pytest
 
-from lantrain.cluster.balance import ALONE_STEPS, MAX_TRIAL_STEPS, TRIAL_STEPS, AloneWatch, Balance, longest
+from lantrain.cluster.balance import ALONE_STEPS, MAX_TRIAL_STEPS, TRIAL_STEPS, AloneWatch, Balance, Spent, longest
 
 Speed = Callable[[int, int], float]
 
 
-def drive(balance: Balance, steps: int, seconds_per_row: Speed) -> tuple[list[list[int]], list[int]]:
+def drive(
+    balance: Balance, steps: int, seconds_per_row: Speed, update: Sequence[float] = (0, 0, 0, 0)
+) -> tuple[list[list[int]], list[int]]:
     """Run `steps` steps as the trainer does: the shares decided after a step hold for the second step after it.
 
-    Returns the shares of each step and the steps after which a lasting change was decided.
+    `update` has each rank's seconds of the update, told a step later and 0 at first. Returns each step's shares, and
+    the steps after which a lasting change was decided.
     """
     used, changed = [], []
     now = on_its_way = list(balance.shares)
     for step in range(steps):
         now, on_its_way = on_its_way, list(balance.shares)
         used.append(now)
-        change = balance.observe([(rows, rows * seconds_per_row(rank, step)) for rank, rows in enumerate(now)])
+        spent = [
+            Spent(rows, rows * seconds_per_row(rank, step), update[rank] if step else 0.0)
+            for rank, rows in enumerate(now)
+        ]
+        change = balance.observe(spent)
         if change is not None:
             changed.append(step)
             assert sum(change.shares) == balance.rows
@@ -100,6 +107,18 @@ def test_a_rank_too_slow_for_one_row_has_none_and_is_tried_again_when_it_is_fast
     assert len(changed) == 2
 
 
+def test_the_update_counts_with_the_rows() -> None:
+    """A rank that is busy with its update for long gets fewer rows, so that both are done at the same time."""
+    used, changed = drive(Balance(40, [1, 1]), 40, fixed(0.1, 0.1), update=[0.2, 1.2])
+    assert used[-1] == [25, 15]
+    assert len(changed) == 1
+
+
+def test_a_rank_whose_update_alone_takes_too_long_has_no_rows() -> None:
+    used, _ = drive(Balance(8, [1, 1]), 40, fixed(0.1, 0.1), update=[0.1, 2.0])
+    assert used[19] == used[-1] == [8, 0]
+
+
 def test_trials_become_rarer() -> None:
     used, _ = drive(Balance(8, [1, 1]), 3000, fixed(0.1, 5.0))
     trials = [step for step, shares in enumerate(used) if shares == [7, 1]]
@@ -140,7 +159,7 @@ def test_same_numbers_give_the_same_shares_on_every_rank() -> None:
     draw = random.Random(2)
     ranks = [Balance(23, [3.7, 1.1, 2.0]) for _ in range(3)]
     for _ in range(300):
-        measured = [(rows, rows * draw.uniform(0.05, 0.3)) for rows in ranks[0].shares]
+        measured = [Spent(rows, rows * draw.uniform(0.05, 0.3), draw.uniform(0.1, 0.5)) for rows in ranks[0].shares]
         lines = {change.line(1) if change else "" for change in (balance.observe(measured) for balance in ranks)}
         assert len(lines) == 1
         assert ranks[0].shares == ranks[1].shares == ranks[2].shares
@@ -148,18 +167,20 @@ def test_same_numbers_give_the_same_shares_on_every_rank() -> None:
 
 def test_the_line_has_the_numbers() -> None:
     balance = Balance(10, [1, 1])
-    changes = [balance.observe([(5, 0.5), (5, 2.0)]) for _ in range(20)]
+    changes = [balance.observe([Spent(5, 0.5, 0.2), Spent(5, 2.0, 0.1)]) for _ in range(20)]
     (change,) = (change for change in changes if change)
     assert change.line(17) == (
-        "rows of each rank from step 17 on: 8, 2 (before: 5, 5); a row takes 0.1, 0.4 s, "
-        "a step's computation 0.8 s instead of 2"
+        "rows of each rank from step 17 on: 8, 2 (before: 5, 5); a row takes 0.1, 0.4 s, the update 0.2, 0.1 s, "
+        "so a step 1 s instead of 2.1"
     )
     assert longest([8, 2], [0.1, 0.4]) == 0.8
+    assert longest([8, 2], [0.1, 0.4], [0.1, 0.5]) == pytest.approx(1.3)
+    assert longest([8, 0], [0.1, 0.4], [0.1, 5.0]) == pytest.approx(0.9), "without rows there is nothing to wait for"
 
 
 def test_a_network_that_costs_more_than_it_brings_is_told_once() -> None:
     watch = AloneWatch(16)
-    measured = [(8, 2.4), (8, 2.3)]
+    measured = [Spent(8, 2.4), Spent(8, 2.3)]
     lines = [watch.add(5.5 if step != 3 else 90.0, measured) for step in range(100)]
     assert [step for step, line in enumerate(lines) if line] == [ALONE_STEPS - 1]
     assert "5.5 s with 2 ranks, the fastest of them alone would compute it in 4.6 s" in lines[ALONE_STEPS - 1]
@@ -167,7 +188,7 @@ def test_a_network_that_costs_more_than_it_brings_is_told_once() -> None:
 
 def test_ranks_that_help_are_no_reason_for_a_warning() -> None:
     watch = AloneWatch(16)
-    lines = [watch.add(2.6 if step % 5 else 30.0, [(8, 2.4), (8, 2.3)]) for step in range(100)]
-    lines += [watch.add(5.0, [(16, 4.6)]) for _ in range(100)]
+    lines = [watch.add(2.6 if step % 5 else 30.0, [Spent(8, 2.4), Spent(8, 2.3)]) for step in range(100)]
+    lines += [watch.add(5.0, [Spent(16, 4.6)]) for _ in range(100)]
     lines += [watch.add(5.0, []) for _ in range(100)]
     assert set(lines) == {""}

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from collections.abc import Sequence
 
 import pytest
 
@@ -43,11 +44,15 @@ def test_rows_are_done_as_soon_as_whole_rows_allow() -> None:
     draw = random.Random(0)
     for _ in range(200):
         rows, seconds = draw.randrange(1, 9), [draw.uniform(0.1, 2.0) for _ in range(draw.randrange(1, 5))]
-        ways = (w for w in itertools.product(range(rows + 1), repeat=len(seconds)) if sum(w) == rows)
-        best = min(max(count * one for count, one in zip(way, seconds, strict=True)) for way in ways)
-        counts = soonest_rows(rows, [*seconds, None])
+        besides = [draw.choice([0.0, draw.uniform(0.0, 4.0)]) for _ in seconds]
+
+        def end(way: Sequence[int], seconds: list[float] = seconds, besides: list[float] = besides) -> float:
+            return max(n * one + more for n, one, more in zip(way, seconds, besides, strict=True))
+
+        best = min(end(w) for w in itertools.product(range(rows + 1), repeat=len(seconds)) if sum(w) == rows)
+        counts = soonest_rows(rows, [*seconds, None], [*besides, 0.0])
         assert (sum(counts), counts[-1]) == (rows, 0)
-        assert max(count * one for count, one in zip(counts, [*seconds, 0], strict=True)) == pytest.approx(best)
+        assert end(counts[:-1]) == pytest.approx(best)
 
 
 def test_many_rows_are_in_proportion_and_equal_ranks_equal() -> None:
@@ -55,6 +60,8 @@ def test_many_rows_are_in_proportion_and_equal_ranks_equal() -> None:
     assert soonest_rows(8, [1.0, 2.5]) == [6, 2]
     assert soonest_rows(9, [0.3] * 3) == [3, 3, 3]
     assert soonest_rows(10, [0.3] * 4) == [3, 3, 2, 2]
+    assert soonest_rows(64, [1.0, 1.0], [0.0, 10.0]) == [37, 27]
+    assert soonest_rows(4, [1.0, 1.0, 1.0], [0.0, 100.0, 0.0]) == [2, 0, 2]
     assert soonest_rows(1024, [1 / speed for speed in (3, 1, 4)]) == [384, 128, 512]
 
 
@@ -65,6 +72,13 @@ def test_rows_need_a_rank_with_a_time(seconds: list[float | None]) -> None:
 
 
 def test_micro_batches_cover_the_rows() -> None:
-    assert micro_batches(7, 3) == [3, 3, 1]
+    assert micro_batches(7, 3) == [2, 2, 3]
+    assert micro_batches(18, 16) == [9, 9]
+    for rows in range(1, 40):
+        for most in range(1, 9):
+            sizes = micro_batches(rows, most)
+            assert sum(sizes) == rows
+            assert len(sizes) == -(-rows // most)
+            assert most >= max(sizes) <= min(sizes) + 1
     assert micro_batches(2, 32) == [2]
     assert micro_batches(0, 4) == []
