@@ -87,7 +87,7 @@ def part_commands(args: argparse.Namespace) -> dict[str, Callable[[Path], None]]
         "rows": rows,
         "wire": wire_table,
         "equal": script("two_nodes.py", *pair, "--part", "equal", "--batch", str(args.batch)),
-        "unequal": script("two_nodes.py", *pair, "--part", "unequal", "--batch", "8192"),
+        "unequal": script("two_nodes.py", *pair, "--part", "unequal", "--batch", "16384"),
         "scaling": script("scaling.py", "--base", str(base), "--steps", str(max(2, args.steps - 1)), *plot),
     }
 

@@ -150,16 +150,21 @@ def nodes(count: int, *, mbit: float | None = None, quotas: Sequence[float] | No
 
 @dataclass(frozen=True)
 class Measured:
-    """A run's steps after the warm-up: the medians, and every step's seconds."""
+    """A run's steps after the warm-up, and every step's seconds."""
 
     tokens: int
     seconds: float
+    """A step's: the median; with local steps the mean, as only the step that ends a round has what the round costs."""
     compute: list[float]
     """Median seconds of forward and backward, by rank."""
     rows: list[int]
     """Rows of each rank in the last step."""
     steps: list[float]
     log: str
+    update: list[float] = field(default_factory=list)
+    """Median seconds of the update without waiting, by rank."""
+    rounds: list[float] = field(default_factory=list)
+    """Seconds of the ends of rounds among the steps; empty for a run that exchanges every step."""
 
     @property
     def rate(self) -> float:
@@ -167,9 +172,13 @@ class Measured:
         return self.tokens / self.seconds
 
 
-def train(made: Nodes, base: Path, flags: Sequence[str], steps: int, tag: str, *, settle: int = 0) -> Measured:
+def train(
+    made: Nodes, base: Path, flags: Sequence[str], steps: int, tag: str, *, settle: int = 0, more: int = 0
+) -> Measured:
     """Run the trainer on all nodes for `steps` counted steps after `settle` that let the shares find their place.
 
+    `more` steps follow that are not counted. With local steps, a whole number of rounds' steps gives the round its
+    right weight wherever it ends among them; but the last step of a run ends one too early and should not be counted.
     `base` has shards and tokenizer. Raises RuntimeError with the log when a rank fails.
     """
     world, skipped = len(made.names), WARMUP_STEPS + settle
@@ -177,7 +186,7 @@ def train(made: Nodes, base: Path, flags: Sequence[str], steps: int, tag: str, *
     shutil.rmtree(folder, ignore_errors=True)
     line = [
         sys.executable, "-m", "scripts.base_train", *flags, f"--model-tag={tag}", "--num-iterations=1000000",
-        f"--stop-after={skipped + steps}", "--eval-every=-1", "--sample-every=-1", "--core-metric-every=-1",
+        f"--stop-after={skipped + steps + more}", "--eval-every=-1", "--sample-every=-1", "--core-metric-every=-1",
         "--save-minutes=0",
     ]  # fmt: skip
     logs, ranks = [base / f"{tag}.rank{node}.log" for node in range(world)], []
@@ -194,14 +203,29 @@ def train(made: Nodes, base: Path, flags: Sequence[str], steps: int, tag: str, *
     if any(codes):
         raise RuntimeError(f"{tag}: exit codes {codes}\n{text}")
     lines = (folder / "metrics.jsonl").read_text().splitlines()
-    records: list[dict[str, Any]] = [record for record in map(json.loads, lines) if "loss" in record][skipped:]
+    records: list[dict[str, Any]] = list(map(json.loads, lines))
     shutil.rmtree(folder)
-    compute = list(zip(*(record["rank_compute_s"] for record in records), strict=True))
+    return _measured(records, skipped + 1, skipped + steps, text)
+
+
+def _measured(records: Sequence[dict[str, Any]], first: int, last: int, log: str) -> Measured:
+    """Steps `first` to `last` of a run's metrics.jsonl."""
+    counted = [record for record in records if first <= record["step"] <= last]
+    steps = [record for record in counted if "loss" in record]
+    rounds = [record["outer_s"] for record in counted if "outer_s" in record]
+    average = statistics.mean if any("outer_s" in record for record in records) else statistics.median
     return Measured(
-        tokens=round(statistics.median(record["tok_per_sec"] * record["dt"] for record in records)),
-        seconds=statistics.median(record["dt"] for record in records),
-        compute=[statistics.median(rank) for rank in compute],
-        rows=records[-1]["rows"],
-        steps=[record["dt"] for record in records],
-        log=text,
+        tokens=round(statistics.median(record["tok_per_sec"] * record["dt"] for record in steps)),
+        seconds=average([record["dt"] for record in steps]),
+        compute=_medians(steps, "rank_compute_s"),
+        rows=steps[-1]["rows"],
+        steps=[record["dt"] for record in steps],
+        log=log,
+        update=_medians(steps, "rank_update_s"),
+        rounds=rounds,
     )
+
+
+def _medians(records: Sequence[dict[str, Any]], key: str) -> list[float]:
+    """By rank."""
+    return [statistics.median(rank) for rank in zip(*(record[key] for record in records), strict=True)]

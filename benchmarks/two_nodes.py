@@ -6,8 +6,8 @@ Each node is a network namespace with one core (benchmarks/nodes.py); needs root
 shards and a tokenizer: NANOCHAT_BASE_DIR=DIR python -m scripts.prepare --source sample. One node alone is measured
 before and after the pairs, and its mean counts. The slow node has a CPU quota. The pair starts with the rates of the
 nodes, as the launchers measure and give them (owners of the optimizer's state follow these alone), or with --from-equal
-from equal shares; the rows of each find their place in steps that are not counted. A step of local training has its
-part of the exchange that ends a round.
+from equal shares; the rows of each find their place in steps that are not counted. Where local steps are taken, the
+mean over a round counts, with the exchange that ends it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,7 @@ import argparse
 import json
 import os
 import re
-import statistics
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +28,8 @@ SLOW_QUOTA = 0.4
 SETTLE_STEPS = 8
 """Steps that are not counted, until the rows have found their place: window, patience, the step on its way."""
 
-
+ROUND = 30
+"""Local steps of a round: the trainer's default."""
 SHORT_ROWS = 128
 """Tokens of a row for unequal nodes: 32 rows are 23 and 9 for speeds of 1 and 0.4, 99% of their sum; 16 give 95%."""
 
@@ -46,20 +45,15 @@ def flags(batch: int, seq_len: int = 512) -> list[str]:
 def _result(what: str, run: Measured, alone: float, more: dict[str, Any] | None = None) -> dict[str, Any]:
     return {
         "what": what, "tokens_per_s": run.rate, "step_s": run.seconds, "against_one": run.rate / alone,
-        "rows": run.rows, "compute_s": run.compute, "steps_s": run.steps, **(more or {}),
+        "rows": run.rows, "compute_s": run.compute, "update_s": run.update, "steps_s": run.steps,
+        "rounds_s": run.rounds, **(more or {}),
     }  # fmt: skip
 
 
-def _choice(log: str) -> tuple[str, int]:
-    """What --sync auto chose, in its own words, and the steps of a round of local ones."""
-    found = re.search(r"^--sync auto: (\w+)(?:, rounds of (\d+) steps)?", log, re.M)
-    return (found[1], int(found[2] or 1)) if found else ("", 1)
-
-
-def _with_rounds(run: Measured, steps: int) -> Measured:
-    """The run with each step's part of the exchange that ends a round: the last step, which ended one, has it all."""
-    extra = max(0.0, run.steps[-1] - statistics.median(run.steps[:-1])) if steps > 1 else 0.0
-    return replace(run, seconds=statistics.median(run.steps[:-1]) + extra / steps) if steps > 1 else run
+def _choice(log: str) -> str:
+    """What --sync auto chose, in its own words."""
+    found = re.search(r"^--sync auto: (\w+)", log, re.M)
+    return found[1] if found else ""
 
 
 def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -> list[dict[str, Any]]:
@@ -73,13 +67,13 @@ def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -
     first = alone()
     pairs: list[tuple[str, Measured, str]] = []
     for mbit in links:
-        # A step of local training needs no settling; what --sync auto decides is part of the measurement.
-        sync = ["--sync=auto"] if mbit is not None and mbit < 1000 else []
+        # What --sync auto decides is part of the measurement.
+        auto = mbit is not None and mbit < 1000
+        sync, count = (["--sync=auto", f"--local-steps={ROUND}"], ROUND) if auto else ([], steps)
         with nodes(2, mbit=mbit) as made:
-            run = train(made, base, [*given, *sync], steps, "bench-two")
+            run = train(made, base, [*given, *sync], count, "bench-two", more=int(auto))
         name = "an unlimited link" if mbit is None else f"{mbit:g} Mbit/s"
-        chosen, round_steps = _choice(run.log) if sync else ("step", 1)
-        pairs.append((f"two equal nodes, {name}", _with_rounds(run, round_steps), chosen))
+        pairs.append((f"two equal nodes, {name}", run, _choice(run.log) if auto else "step"))
     last = alone()
     rate = (first.rate + last.rate) / 2
     ones = [_result(f"one node, {when}", run, rate) for when, run in (("before", first), ("after", last))]

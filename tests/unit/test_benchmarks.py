@@ -5,13 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.bench import HERE, markdown, summary
-from benchmarks.nodes import Measured
-from benchmarks.scaling import PAYLOAD, Figures, compare, grow, simulate
-from benchmarks.two_nodes import _choice, _with_rounds
+from benchmarks.nodes import Measured, _measured
+from benchmarks.scaling import PAYLOAD, VOCABULARY, Figures, compare, flags, grow, simulate
+from benchmarks.two_nodes import _choice
+from lantrain.nodes.predict import work_of
 
 STEP = {"program": "lantrain", "depth": 4, "dtype": "fp32", "threads": 2, "tokens_per_s": 1500.0, "share": 0.75}
 PEER = {"program": "nanochat, eager", "depth": 4, "dtype": "fp32", "tokens_per_s": 1000.0}
@@ -41,12 +43,25 @@ def test_each_part_has_its_ratio_in_the_table() -> None:
     assert len(table.splitlines()) == 2 + 5
 
 
-def test_local_steps_have_their_part_of_the_rounds_exchange() -> None:
-    assert _choice("rank 0\n--sync auto: local, rounds of 30 steps: the link carries") == ("local", 30)
-    assert _choice("--sync auto: step: the link carries") == ("step", 1)
-    run = Measured(4096, 1.3, [1.0], [4], [1.3, 1.3, 4.3], "")
-    assert _with_rounds(run, 30).seconds == pytest.approx(1.3 + 3.0 / 30)
-    assert _with_rounds(run, 1) is run
+def _record(step: int, dt: float) -> dict[str, Any]:
+    spent = {"rows": [4, 2], "rank_compute_s": [dt / 2, dt / 4], "rank_update_s": [0.1, 0.2]}
+    return {"step": step, "loss": 9.0, "dt": dt, "tok_per_sec": 600 / dt, **spent}
+
+
+def test_local_steps_count_with_the_round_and_other_steps_by_their_median() -> None:
+    steps = [_record(step, 4.0 if step in (6, 9) else 1.0) for step in range(1, 10)]
+    plain = _measured(steps, 3, 8, "log")
+    assert (plain.seconds, plain.rate, plain.steps) == (1.0, 600.0, [1.0, 1.0, 1.0, 4.0, 1.0, 1.0])
+    assert (plain.compute, plain.update, plain.rows, plain.rounds) == ([0.5, 0.25], [0.1, 0.2], [4, 2], [])
+    rounds = [{"step": 6, "outer_s": 3.0}, {"step": 9, "outer_s": 3.0}]
+    local = _measured(steps + rounds, 3, 8, "log")
+    assert (local.seconds, local.rate, local.rounds) == (1.5, 400.0, [3.0])
+
+
+def test_the_choice_of_sync_auto_is_read_from_the_log() -> None:
+    assert _choice("rank 0\n--sync auto: local, rounds of 30 steps: the link carries") == "local"
+    assert _choice("--sync auto: step: the link carries") == "step"
+    assert _choice("") == ""
 
 
 def test_parts_that_were_not_measured_are_not_in_the_table() -> None:
@@ -76,13 +91,17 @@ def test_simulated_nodes_share_rows_and_pay_for_the_wire() -> None:
     assert slow.wire > 1 > fast.wire
 
 
-def test_errors_are_against_the_real_runs() -> None:
-    run = Measured(4096, 4.2, [4.0], [8], [4.2, 4.2], "")
-    two = Measured(
-        4096, simulate(figures().work, figures(), 2, figures().link).seconds / 1.1, [2.0, 2.0], [4, 4], [], ""
-    )
-    rows = compare(figures(), {1: run, 2: two})
+def test_errors_are_of_a_forecast_for_another_batch() -> None:
+    work = work_of([*flags(8192), "--num-iterations=1"], VOCABULARY)
+    two = simulate(work, figures(), 2, figures().link)
+    assert two.rows == [8, 8]
+    runs = {
+        1: Measured(8192, 8.2, [8.0], [16], [8.2], ""),
+        2: Measured(8192, two.seconds / 1.1, [4.0, 4.0], [8, 8], [], ""),
+    }
+    rows = compare(figures(), 8192, runs)
     assert [row["error"] for row in rows] == pytest.approx([0.0, 0.1])
+    assert {row["batch"] for row in rows} == {8192}
 
 
 def test_costs_grow_as_they_should() -> None:
