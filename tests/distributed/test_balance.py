@@ -131,3 +131,15 @@ def test_shares_that_are_fixed_stay(flags: list[str], base: Path) -> None:
 def test_first_shares_are_by_the_rates_of_joining(base: Path) -> None:
     run = run_ranks(2, base, [*FLAGS, "--rates=300,100", "--no-rebalance", "--stop-after=2"], tag="rates").ok()
     assert [record["rows"] for record in run.metrics] == [[24, 8]] * 2
+
+
+@pytest.mark.parametrize("sync", ["step", "local"])
+def test_each_rank_tells_what_its_update_takes(sync: str, base: Path) -> None:
+    """Step by step it is that of the step before; a rank without rows takes no local step, but shares a common one."""
+    run = run_ranks(3, base, [*FLAGS, "--shares=3,0,1", f"--sync={sync}", "--stop-after=4"], tag="update").ok()
+    records = [record for record in run.metrics if "loss" in record]
+    assert [len(record["rank_update_s"]) for record in records] == [3] * 4
+    told = [[seconds > 0 for seconds in record["rank_update_s"]] for record in records]
+    assert told == [[True, False, True]] * 4 if sync == "local" else [[False] * 3, *[[True] * 3] * 3]
+    for record in records:
+        assert all(seconds < record["dt"] + records[0]["dt"] for seconds in record["rank_update_s"])
