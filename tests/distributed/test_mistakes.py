@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import pytest
 
 from lantrain.training import checkpoint
 from tests.distributed.ranks import TINY, Run, damage_pages, run_ranks
@@ -43,6 +45,52 @@ def test_truncated_shard_is_found_before_step_0(base: Path) -> None:
     shard.write_bytes(shard.read_bytes()[:-100])
     run = run_ranks(3, base, SHORT, tag="cut")
     _is_clear(run, "shard_00001.parquet")
+    assert run.metrics == []
+
+
+def _one_shard(data: Path) -> None:
+    for index in range(2):
+        (data / f"shard_{index:05d}.parquet").unlink()
+
+
+def _no_rows_to_train_on(data: Path) -> None:
+    for index in range(2):
+        pq.write_table(pa.table({"text": pa.array([], pa.string())}), data / f"shard_{index:05d}.parquet")
+
+
+def _a_file_for_the_folder(data: Path) -> None:
+    shutil.rmtree(data)
+    data.write_text("a file where the folder should be")
+
+
+@pytest.mark.parametrize(
+    ("spoil", "words"),
+    [
+        (lambda data: (data / "shard_00001.parquet").write_text("<html>"), ["shard_00001.parquet", "not a parquet"]),
+        (lambda data: (data / "shard_00001.parquet").write_bytes(b""), ["shard_00001.parquet", "0 bytes"]),
+        (
+            lambda data: pq.write_table(pa.table({"Text": ["a"]}), data / "shard_00001.parquet"),
+            ["shard_00001.parquet, all row groups, column 'text': no such column", "rename column 'Text'"],
+        ),
+        (_one_shard, ["only one shard"]),
+        (_no_rows_to_train_on, ["none of the 2 training shards"]),
+        (_a_file_for_the_folder, ["cannot read the folder"]),
+        # These two are met when the validation rows are packed, which is before step 0 as well.
+        (lambda data: damage_pages(data / "shard_00002.parquet"), ["shard_00002.parquet, row group", "damaged"]),
+        (
+            lambda data: pq.write_table(pa.table({"text": ["", None]}), data / "shard_00002.parquet"),
+            ["shard_00002.parquet", "a whole epoch gave no document"],
+        ),
+    ],
+    ids=["no parquet", "0 bytes", "column", "one shard", "no rows", "no folder", "validation", "empty validation"],
+)
+def test_bad_shards_end_every_rank_before_step_0(base: Path, spoil: Callable[[Path], object], words: list[str]) -> None:
+    """The kinds themselves are in tests/unit/data; here: the other rank has the reason too, and does not wait."""
+    spoil(base / "base_data_climbmix")
+    run = run_ranks(2, base, [*SHORT, "--eval-every=4"], tag="bad")
+    _is_clear(run, *words)
+    assert run.codes == [2, 2]
+    assert "the leader cannot start: " in run.ranks[1].output
     assert run.metrics == []
 
 

@@ -123,6 +123,9 @@ class Loop:
         if resumed:
             self.stream.restore(resumed.state["rows"])
             self.progress = Progress.from_dict(resumed.meta["loop_state"], resumed.meta["val_bpb"])
+        if self.args.eval_every > 0:
+            # Now, so that a damaged validation shard ends every rank with the same line, and no step is lost by it.
+            self.validation = self._validation_rows(math.prod(self._evaluation_batches()))
         self.metrics = Metrics(self.folder / "metrics.jsonl", self.setup.start_step)
 
     def _say(self, line: str) -> None:
@@ -368,13 +371,8 @@ class Loop:
             self._save(step, final=False)
 
     def _evaluate(self, step: int) -> float:
-        per_step = min(self.plan.rows, self.plan.eval_rows)
-        steps = self.plan.eval_rows // per_step
-        source = None
-        if self.ranks.leader:
-            if self.validation is None:
-                self.validation = self._validation_rows(per_step * steps)
-            source = FixedRows(self.validation, per_step)
+        per_step, steps = self._evaluation_batches()
+        source = FixedRows(self.validation, per_step) if self.ranks.leader else None
         feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0, tag=1)
         feed.start(self.balance.split(per_step))
         try:
@@ -387,6 +385,11 @@ class Loop:
             raise
         feed.close()
         return bpb
+
+    def _evaluation_batches(self) -> tuple[int, int]:
+        """Rows of one batch of an evaluation over all ranks, and the number of batches."""
+        per_step = min(self.plan.rows, self.plan.eval_rows)
+        return per_step, self.plan.eval_rows // per_step
 
     def _validation_rows(self, count: int) -> Any:
         """The first `count` rows of the validation shard; packed once, they are the same at every evaluation."""
