@@ -106,6 +106,18 @@ def test_resume_at_the_same_ranks_is_exact(base: Path) -> None:
     assert all(bool((ends[0].model[name] == ends[1].model[name]).all()) for name in ends[0].model)
 
 
+def test_a_run_that_was_started_anew_is_the_one_that_is_resumed(base: Path) -> None:
+    """The one before it had come further, into the same folder."""
+    flags = [*TINY, *SCHEDULE, "--keep-last=2"]
+    run_ranks(1, base, [*flags, "--save-every=8"], tag="anew").ok()
+    again = run_ranks(1, base, [*flags, "--save-every=2", "--stop-after=5"], tag="anew").ok()
+    assert "checkpoints of later steps, from before: 16, 20." in again.log
+    assert checkpoint.complete_steps(base / "base_checkpoints/anew") == [4, 5]
+    resumed = run_ranks(1, base, [*flags, "--resume=auto"], tag="anew").ok()
+    assert "newest complete checkpoint is of step 5" in resumed.log
+    assert [record["step"] for record in resumed.metrics] == list(range(1, STEPS + 1))
+
+
 def test_bf16_trains_like_fp32(corpus: Path, alone: Run) -> None:
     env = {"NANOCHAT_DTYPE": "bfloat16"}
     run = run_ranks(2, corpus, [*TINY, *SCHEDULE], tag="bf16", env=env).ok()

@@ -122,6 +122,7 @@ def save(
 ) -> Path:  # fmt: skip
     """Write a complete checkpoint and drop older ones beyond `keep_last` (0 keeps all). Returns the marker's path.
 
+    Checkpoints of later steps are another run's, or what this one did before it was taken back; they stop counting.
     Raises CheckpointError, with every earlier checkpoint intact, when the space or the permission is missing.
     """
     need = _tensor_bytes(model) + _tensor_bytes(state)
@@ -144,6 +145,7 @@ def save(
             names["meta"]: _write(folder / names["meta"], lambda file: file.write(text)),
         }
         sync_folder(folder)
+        _set_aside_later(folder, step)
         marker = json.dumps({"step": step, "files": files}, indent=2).encode()
         _write(folder / marker_name(step), lambda file: file.write(marker))
         sync_folder(folder)
@@ -155,6 +157,22 @@ def save(
         raise CheckpointError(_explain(cause, folder), how_to_write(cause, folder)) from None
     _drop_older(folder, keep_last)
     return folder / marker_name(step)
+
+
+def _set_aside_later(folder: Path, step: int) -> None:
+    """Rename the markers of steps after `step`: `--resume auto` would go on from them, `keep_last` drop the new one.
+
+    The files stay, since they may be the only result of a run that was started anew by mistake.
+    """
+    later = [other for other in complete_steps(folder) if other > step]
+    for other in later:
+        os.replace(folder / marker_name(other), folder / f"earlier_{marker_name(other)}")
+    if later:
+        print(
+            f"warning: {folder} has checkpoints of later steps, from before: {', '.join(map(str, later))}. They do not "
+            "count any more (their files stay; rename earlier_complete_*.json back to use them)",
+            flush=True,
+        )
 
 
 def _drop_older(folder: Path, keep_last: int) -> None:

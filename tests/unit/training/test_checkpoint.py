@@ -76,6 +76,49 @@ def test_only_the_newest_are_kept(tmp_path: Path) -> None:
     assert not list(tmp_path.glob("*_000003.*"))
 
 
+def test_a_run_that_starts_anew_is_not_taken_for_the_one_before(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first checkpoint is the newest one from then on: kept, and what `--resume auto` takes."""
+    for step in (80, 90, 100):
+        _save(tmp_path, step, keep_last=3)
+    _save(tmp_path, 10, keep_last=3)
+    assert checkpoint.complete_steps(tmp_path) == [10]
+    assert "from before: 80, 90, 100." in capsys.readouterr().out
+    _save(tmp_path, 20, keep_last=3)
+    assert capsys.readouterr().out == ""
+    (tmp_path / "earlier_complete_000090.json").rename(tmp_path / "complete_000090.json")
+    assert torch.equal(checkpoint.load(tmp_path, 90).model["weight"], torch.full((300, 10), 90.0))
+
+
+def test_files_reach_the_disk_before_their_names_and_the_marker_is_last(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[tuple[str, str]] = []
+    fsync, replace = os.fsync, os.replace
+
+    def synced(handle: int) -> None:
+        fsync(handle)
+        events.append(("sync", os.readlink(f"/proc/self/fd/{handle}")))
+
+    def named(source: Path, target: Path) -> None:
+        replace(source, target)
+        events.append(("name", str(target)))
+        assert events[-2] == ("sync", str(source)), "the contents were not on the disk when the file got its name"
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", named)
+    marker = _save(tmp_path, 5)
+    names = [name for event, name in events if event == "name"]
+    assert sorted(names[:-1]) == sorted(str(tmp_path / name) for name in checkpoint.file_names(5).values())
+    assert names[-1] == str(marker)
+    # The folder, too: after the files and before the marker, and once more at the end.
+    assert events[-4:] == [
+        ("sync", str(tmp_path)), ("sync", str(tmp_path / f".{marker.name}.{os.getpid()}.tmp")), ("name", str(marker)),
+        ("sync", str(tmp_path)),
+    ]  # fmt: skip
+
+
 def test_killed_at_any_moment_leaves_the_old_one_or_the_new_one(tmp_path: Path) -> None:
     """A process saves step after step and is killed with SIGKILL while it does; what counts as complete loads."""
     code = f"""
@@ -84,7 +127,7 @@ import torch
 from pathlib import Path
 from lantrain.training import checkpoint
 model = {{f"w{{i}}": torch.randn(200000) for i in range(4)}}
-step = 0
+step = max(checkpoint.complete_steps(Path({str(tmp_path)!r})), default=0)
 while True:
     step += 1
     checkpoint.save(Path({str(tmp_path)!r}), step, model, {{"step": step}}, {{"o": model}}, keep_last=2)
