@@ -6,7 +6,10 @@ Arguments are checked here, before anything slow, and nowhere else. A test freez
 from __future__ import annotations
 
 import argparse
+import difflib
+import math
 import os
+import re
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,7 +28,10 @@ class _Parser(argparse.ArgumentParser):
     """argparse with one clear line and exit 2 for a mistake, instead of the whole usage."""
 
     def error(self, message: str) -> NoReturn:
-        raise UserError(message, "python -m scripts.base_train --help lists the flags")
+        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
+        near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
+        guess = f"did you mean {near[0]}? " if near else ""
+        raise UserError(message, f"{guess}python -m scripts.base_train --help lists the flags")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -142,7 +148,21 @@ def _check_device(args: argparse.Namespace) -> None:
         raise UserError(f"NANOCHAT_DTYPE={dtype} is not known", "use float32, bfloat16 or auto")
 
 
+_AT_LEAST_0 = (
+    "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay", "warmup_steps", "final_lr_frac",
+)  # fmt: skip
+
+
 def _check_numbers(args: argparse.Namespace) -> None:
+    # "nan" passes every comparison below, and infinity most of them.
+    for name, value in vars(args).items():
+        flag = f"--{name.replace('_', '-')}"
+        if isinstance(value, float) and not math.isfinite(value):
+            raise UserError(f"{flag} {value} is not a number to compute with", "leave it out for the default")
+        if name in _AT_LEAST_0 and value < 0:
+            raise UserError(f"{flag} must be at least 0, not {value}", "leave it out for the default")
+    if not 0 <= args.warmdown_ratio <= 1:
+        raise UserError(f"--warmdown-ratio {args.warmdown_ratio} is not a share of the run", "use 0 to 1")
     for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size"):
         if getattr(args, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
@@ -216,7 +236,7 @@ def parse_shares(text: str | None, world: int, flag: str = "--shares") -> list[f
         shares = [float(part) for part in text.split(",")]
     except ValueError:
         shares = []
-    if len(shares) != world or sum(shares) <= 0 or min(shares) < 0:
+    if len(shares) != world or not 0 < sum(shares) < math.inf or min(shares) < 0:
         raise UserError(f"{flag} {text} must be {world} non-negative numbers, one a rank", f"for example {flag} 3,1")
     return shares
 

@@ -12,7 +12,7 @@ import torch
 from lantrain.cluster.balance import Balance
 from lantrain.cluster.shares import micro_batches
 from lantrain.errors import UserError
-from lantrain.model.gpt import GPT, GPTConfig, config_for_depth
+from lantrain.model.gpt import GPT, SMEAR_CHANNELS, GPTConfig, config_for_depth
 from lantrain.optim.schedule import (
     REFERENCE_BATCH,
     REFERENCE_DEPTH,
@@ -66,6 +66,12 @@ def make_plan(config: Config, vocab_size: int) -> Plan:
             vocab_size=vocab_size, window_pattern=args.window_pattern,
         )  # fmt: skip
 
+    width = model_config(args.depth).n_embd
+    if width < SMEAR_CHANNELS:
+        raise UserError(
+            f"--depth {args.depth} times --aspect-ratio {args.aspect_ratio} gives {width} channels, and the gates read "
+            f"{SMEAR_CHANNELS}", "give a larger --depth, --aspect-ratio or --head-dim"
+        )  # fmt: skip
     model = _on_meta(model_config(args.depth))
     counts, flops = model.parameter_counts(), model.flops_per_token()
     reference_counts = _on_meta(model_config(REFERENCE_DEPTH)).parameter_counts()

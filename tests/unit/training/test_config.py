@@ -61,7 +61,9 @@ def test_command_of_the_report_parses_with_and_without_the_separator() -> None:
         ("--tracker wandb", "--tracker wandb is not there yet"),
         ("--core-metric-every 100", "CORE metric is not there yet"),
         ("--depth 0", "--depth must be at least 1"),
-        ("--depht 4", "unrecognized arguments"),
+        ("--depht 4", "unrecognized arguments: --depht 4 (did you mean --depth? "),
+        ("--device_type cpu", "did you mean --device-type?"),
+        ("--quite-another 4", "unrecognized arguments: --quite-another 4 (python -m scripts.base_train --help"),
         ("--depth four", "invalid int value"),
         ("--head-dim 63", "odd"),
         ("--window-pattern SXL", "letters S and L"),
@@ -76,6 +78,10 @@ def test_command_of_the_report_parses_with_and_without_the_separator() -> None:
         ("--outer-momentum 1", "below 1"),
         ("--delta-bits 3", "invalid choice"),
         ("--max-seq-len 1", "at least 2"),
+        ("--warmup-steps -1", "--warmup-steps must be at least 0"),
+        ("--weight-decay -0.1", "--weight-decay must be at least 0"),
+        ("--warmdown-ratio 1.5", "--warmdown-ratio 1.5 is not a share of the run"),
+        ("--matrix-lr=-1", "--matrix-lr must be at least 0"),
     ],
 )  # fmt: skip
 def test_mistakes_are_named_before_anything_slow(flags: str, words: str) -> None:
@@ -83,6 +89,24 @@ def test_mistakes_are_named_before_anything_slow(flags: str, words: str) -> None
         parse(flags.split())
     assert words in str(caught.value)
     assert caught.value.exit_code == 2
+
+
+FLOATS = [name for name, value in vars(build_parser().parse_args([])).items() if isinstance(value, float)]
+
+
+@pytest.mark.parametrize("name", FLOATS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "1e400"])
+def test_numbers_must_be_finite(name: str, value: str) -> None:
+    """Not a number passes every comparison with a limit, and would come to light as a traceback or a lost loss."""
+    flag = f"--{name.replace('_', '-')}"
+    with pytest.raises(UserError, match=f"{flag} (nan|-?inf) is not a number to compute with"):
+        parse(["--depth=4", f"{flag}={value}"])
+
+
+def test_a_model_too_narrow_for_its_gates() -> None:
+    flags = "--depth 1 --aspect-ratio 2 --head-dim 2 --num-iterations 5 --total-batch-size 2048"
+    with pytest.raises(UserError, match="gives 2 channels, and the gates read 24"):
+        make_plan(parse(flags.split()), 512)
 
 
 def test_dtype_that_is_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -104,7 +128,7 @@ def test_evaluation_size_is_what_was_asked_or_a_few_steps() -> None:
 def test_shares_need_one_number_a_rank() -> None:
     assert parse_shares(None, 3) == [1, 1, 1]
     assert parse_shares("3,1", 2) == [3, 1]
-    for text in ("3", "a,b", "0,0", "-1,2", ""):
+    for text in ("3", "a,b", "0,0", "-1,2", "", "nan,1", "1,nan", "inf,1", "1e308,1e308"):
         with pytest.raises(UserError):
             parse_shares(text, 2)
 
