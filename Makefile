@@ -2,14 +2,16 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 
-# .env is compose's file; make reads it by compose's rule: what the environment or the command line says wins.
+# .env is compose's file; make reads it by compose's rules: what the environment or the command line says wins; quotes,
+# a comment after the value (\x23 is its sign, which make itself would take for a comment) and `export` are no part of it.
 define read_env
 ifeq ($$(origin $(1)),undefined)
-$(1) := $$(shell sed -nE 's/^$(1)=(.*)$$$$/\1/p' .env | tail -n 1 | sed -E "s/^([\"'])(.*)\1$$$$/\2/")
+$(1) := $$(shell sed -nE 's/^(export +)?$(1)=(.*)$$$$/\2/p' .env | tail -n 1 \
+  | sed -E "s/\r$$$$//; s/^([\"'])(.*)\1([[:space:]]+\x23.*|[[:space:]]*)$$$$/\2/; t; s/[[:space:]]+\x23.*$$$$//; s/[[:space:]]+$$$$//")
 export $(1)
 endif
 endef
-$(foreach name,$(shell sed -nE 's/^([A-Za-z_][A-Za-z0-9_]*)=.*/\1/p' .env 2>/dev/null),$(eval $(call read_env,$(name))))
+$(foreach name,$(shell sed -nE 's/^(export +)?([A-Za-z_][A-Za-z0-9_]*)=.*/\2/p' .env 2>/dev/null),$(eval $(call read_env,$(name))))
 
 VENV ?= .venv
 DEMO_DIR ?= data/run

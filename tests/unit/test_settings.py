@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import shutil
 import subprocess
 import tomllib
 from pathlib import Path
@@ -34,6 +36,34 @@ def read_by_make() -> set[str]:
     return with_default | set(re.findall(r"^([A-Z][A-Z0-9_]*) \?=", (ROOT / "Makefile").read_text(), re.M))
 
 
+# Who sets them, where that is not a person: torchrun, the launchers for their trainers, the image, compose.yaml.
+SET_BY_PROGRAMS = {
+    "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "LANTRAIN_BEACON", "LANTRAIN_GENERATION",
+    "LANTRAIN_RUN", "LANTRAIN_STACKS", "LANTRAIN_NODES_ON_HOST", "HF_HUB_DISABLE_PROGRESS_BARS", "PYTHONPATH",
+}  # fmt: skip
+
+
+def read_by_the_code() -> set[str]:
+    """Names in `os.environ` and `lantrain.settings`, written there or in a constant of the same file."""
+    found: set[str] = set()
+    for path in (ROOT / "app").rglob("*.py"):
+        text = path.read_text()
+        constants = dict(re.findall(r'^([A-Z_]+)(?:: \w+)? = "([A-Z][A-Z0-9_]+)"', text, re.M))
+        read = r"""(?:environ(?:\.get\(|\[|\.pop\()|getenv\(|positive_number\(|positive_integer\(|port\()\s*"""
+        found |= set(re.findall(read + r"""["']([A-Z][A-Z0-9_]+)["']""", text))
+        found |= {constants[name] for name in re.findall(read + r"([A-Z][A-Z0-9_]+)\b", text)}
+    return found
+
+
+def test_each_variable_that_the_code_reads_is_explained_somewhere() -> None:
+    """.env.example has those of the containers, docs/internals.md those of the commands and for development."""
+    internals = set(re.findall(r"^\| `([A-Z][A-Z0-9_]+)` \|", (ROOT / "docs/internals.md").read_text(), re.M))
+    read = read_by_the_code()
+    assert {"NANOCHAT_BASE_DIR", "HUB_PORT", "KEEP_SLOW", "LANTRAIN_KERNELS"} <= read  # the search finds some
+    assert read - documented() - internals - SET_BY_PROGRAMS == set()
+    assert read >= SET_BY_PROGRAMS
+
+
 def test_each_setting_is_documented_and_each_documented_one_is_read() -> None:
     read = (read_by_compose() | read_by_make()) - NOT_SETTINGS
     assert documented() - {"PYTHON"} == read - {"PYTHON"}
@@ -52,10 +82,30 @@ def make_value(folder: Path, *arguments: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("line", ["--depth 4 --run a", '"--depth 4 --run a"', "'--depth 4 --run a'"])
+LINES = [
+    "TRAIN_ARGS=--depth 4 --run a#b", "TRAIN_ARGS='--depth 4 --run a#b'", 'TRAIN_ARGS="--depth 4 --run a#b"',
+    "TRAIN_ARGS=--depth 4 --run a#b  # what for", 'TRAIN_ARGS="--depth 4 --run a#b" # what for',
+    "TRAIN_ARGS=--depth 4 --run a#b   ", "TRAIN_ARGS=--depth 4 --run a#b\r", "export TRAIN_ARGS=--depth 4 --run a#b",
+    "TRAIN_ARGS=--depth 8\nTRAIN_ARGS=--depth 4 --run a#b",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("line", LINES)
 def test_make_reads_env_as_compose_does(tmp_path: Path, line: str) -> None:
-    (tmp_path / ".env").write_text(f"# comment\nTRAIN_ARGS={line}\n")
-    assert make_value(tmp_path) == "--depth 4 --run a"
+    (tmp_path / ".env").write_text(f"# comment\n{line}\n#TRAIN_ARGS=--depth 9\n")
+    assert make_value(tmp_path) == "--depth 4 --run a#b"
+
+
+@pytest.mark.skipif(not shutil.which("docker"), reason="compose itself is asked, and there is no Docker here")
+@pytest.mark.parametrize("line", LINES)
+def test_compose_reads_these_lines_so(tmp_path: Path, line: str) -> None:
+    (tmp_path / ".env").write_text(f"{line}\n")
+    (tmp_path / "compose.yaml").write_text("services: {a: {image: x, environment: {GOT: '${TRAIN_ARGS}'}}}\n")
+    done = subprocess.run(
+        ["docker", "compose", "config", "--format", "json"],
+        cwd=tmp_path, env={"PATH": os.environ["PATH"]}, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert json.loads(done.stdout)["services"]["a"]["environment"]["GOT"] == "--depth 4 --run a#b"
 
 
 def test_environment_and_command_line_win_over_env_file(tmp_path: Path) -> None:
