@@ -159,7 +159,6 @@ def run_here(model: GPT, rates: dict[str, float], steps: list[dict[str, float]],
     return losses
 
 
-@pytest.mark.slow
 def twenty_steps(warmup_steps: int) -> tuple[dict[str, Any], Any, list[float]]:
     """A request for nanochat's losses, the rows, and our losses: depth 4, the real rates, scales and schedules for this
     batch; small vocabulary and short rows for speed."""
@@ -185,6 +184,7 @@ def twenty_steps(warmup_steps: int) -> tuple[dict[str, Any], Any, list[float]]:
     return request, data, run_here(model, rates, steps, data)
 
 
+@pytest.mark.slow
 def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
     request, data, ours = twenty_steps(warmup_steps=80)
     theirs = ask(**request, micro_batches=data)["losses"]
@@ -192,6 +192,7 @@ def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
     assert ours == pytest.approx(theirs, abs=1e-3)
 
 
+@pytest.mark.slow
 def test_twenty_steps_with_the_default_warmup(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 40 steps of warmup, backout_lambda passes 1 about step 18, where the last norm has next to nothing to
     normalise, and any rounding is amplified a thousandfold (docs/log.md): nanochat leaves itself by 6e-4 when the same

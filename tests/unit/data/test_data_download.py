@@ -9,11 +9,13 @@ import random
 import socket
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from lantrain.data import download
 from lantrain.data.manifest import Manifest
 from lantrain.data.shards import open_shards
 from tests.unit.data.conftest import make_documents, write_shards
@@ -106,6 +108,30 @@ def test_an_interrupted_run_continues_at_the_byte(
     assert "continuing at" in done.stdout
     assert (out / TRAIN[1]).read_bytes() == contents[TRAIN[1]]
     assert not (out / ".partial").exists()
+
+
+def test_progress_is_told_while_a_shard_comes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line every few seconds with what is there, in a log that nobody's terminal redraws."""
+    monkeypatch.setattr(download, "_PROGRESS_SECONDS", 0.01)
+    remote = download.Remote("shard_00000.parquet", "http://hub/x", 4_000_000, "e" * 64, COMMIT)
+    partial = tmp_path / "partial"
+    told = threading.Event()
+    lines: list[str] = []
+
+    def log(line: str) -> None:
+        lines.append(line)
+        told.set()
+
+    partial.write_bytes(b"x" * 1_000_000)
+    with download._progress(partial, remote, log):
+        assert told.wait(30)
+        partial.write_bytes(b"x" * 3_000_000)
+        told.clear()
+        while not lines[-1].endswith("3.0 of 4.0 MB"):
+            assert told.wait(30)
+            told.clear()
+    assert lines[0] == "shard_00000.parquet: 1.0 of 4.0 MB"
+    assert "download progress" not in [thread.name for thread in threading.enumerate()]
 
 
 def test_wrong_contents_are_fetched_again(prepare: Prepare, hub: Hub, out: Path, contents: dict[str, bytes]) -> None:

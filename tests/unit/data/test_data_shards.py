@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import os
 import random
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pyarrow as pa
@@ -47,10 +49,36 @@ def test_missing_empty_and_unreadable_folders(tmp_path: Path) -> None:
     assert "Not a directory" in complaint(tmp_path / "file")
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may read any folder")
-def test_a_folder_of_another_user(tmp_path: Path) -> None:
-    (tmp_path / "locked").mkdir(mode=0)
-    assert "Permission denied" in complaint(tmp_path / "locked")
+@contextmanager
+def an_ordinary_user() -> Iterator[None]:
+    """Root may read any folder, and is who runs the tests on CI."""
+    root = os.geteuid() == 0
+    if root:
+        os.seteuid(65534)
+    try:
+        yield
+    finally:
+        if root:
+            os.seteuid(0)
+
+
+def test_a_folder_and_a_file_of_another_user() -> None:
+    # pytest's own folders let nobody else in.
+    with tempfile.TemporaryDirectory() as name:
+        folder = write_shards(Path(name) / "shards", [GOOD, GOOD])
+        folder.parent.chmod(0o755)
+        shard = folder / "shard_00001.parquet"
+        with an_ordinary_user():
+            assert len(open_shards(folder).train) == 1
+        shard.chmod(0)
+        with an_ordinary_user():
+            line = complaint(folder)
+        assert f"{shard}, all row groups, column 'text': cannot be read: " in line
+        assert "Permission denied" in line
+        folder.chmod(0)
+        with an_ordinary_user():
+            assert f"cannot read the folder {folder}: Permission denied (check its owner and mode)" == complaint(folder)
+        folder.chmod(0o755)
 
 
 def test_one_shard_only(folder_of: Folder) -> None:
