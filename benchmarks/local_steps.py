@@ -159,26 +159,31 @@ def plot(runs: list[RunFigures], path: Path) -> None:
     plt.close(figure)
 
 
-def over_link(base: Path, mbit: float) -> None:
+def over_link(base: Path, mbit: float, batch: int) -> None:
     """Print tokens/s of a fast and a slow node (CPU quotas 1.0 and 0.4) behind cables of `mbit` Mbit/s.
 
-    The limit is the sum of the two nodes' speeds while they compute. The mean over two whole rounds counts, or over ten
-    steps where ranks exchange every step.
+    `batch` is the tokens of a step. The limit is the sum of the two nodes' speeds while they compute. The mean over two
+    whole rounds counts, or over ten steps where ranks exchange every step.
     """
     from benchmarks.nodes import missing, nodes, train
 
     if missing():
         raise UserError(f"no shaped links here: {missing()}")
-    print(f"| over {mbit:g} Mbit/s | tokens/s | limit | share | rows |\n|---|---|---|---|---|")
+    print(f"| over {mbit:g} Mbit/s | tokens/s | limit | share | rows at the end | updates s | rounds s |")
+    print("|---|---|---|---|---|---|---|")
     settle = 28  # the shares have found their place, and with the warm-up a round has ended
     ways = {"step": (["--sync=step", "--wire-dtype=bfloat16"], 10), "local": ([], 60), "auto": (["--sync=auto"], 60)}
     for name, (extra, steps) in ways.items():
         with nodes(2, mbit=mbit, quotas=[1.0, 0.4]) as made:
-            flags = [*MODEL, *(extra or ["--sync=local"])]
+            flags = [*MODEL, f"--total-batch-size={batch}", *(extra or ["--sync=local"])]
             run = train(made, base, flags, steps, f"link-{name}", settle=settle if name != "step" else 15)
-        speeds = [256 * rows / seconds for rows, seconds in zip(run.rows, run.compute, strict=True) if rows]
-        rate, limit = run.tokens * len(run.steps) / sum(run.steps), sum(speeds)
-        print(f"| {name} | {rate:.0f} | {limit:.0f} | {100 * rate / limit:.0f}% | {run.rows} |", flush=True)
+        rate, limit = run.tokens * len(run.steps) / sum(run.steps), sum(256 / seconds for seconds in run.per_row)
+        updates = ", ".join(f"{seconds:.2f}" for seconds in run.update)
+        rounds = ", ".join(f"{seconds:.2f}" for seconds in run.rounds)
+        print(
+            f"| {name} | {rate:.0f} | {limit:.0f} | {100 * rate / limit:.0f}% | {run.rows} | {updates} | {rounds} |",
+            flush=True,
+        )
         for line in run.log.splitlines():
             if line.startswith("--sync auto"):
                 print(line)
@@ -192,12 +197,13 @@ def main() -> None:
     parser.add_argument("--stop-after", type=int, default=STEPS)
     parser.add_argument("--table", action="store_true", help="train nothing")
     parser.add_argument("--link", type=float, default=None, help="Mbit/s; measure speed instead of learning")
+    parser.add_argument("--batch", type=int, default=2048, help="tokens of a step, with --link")
     parser.add_argument("--plot", type=Path, default=ROOT / "docs" / "local-steps.png")
     args = parser.parse_args()
     base = args.base.resolve()
     if args.link is not None:
         prepare(base)
-        over_link(base, args.link)
+        over_link(base, args.link, args.batch)
         return
     if not args.table:
         base.mkdir(parents=True, exist_ok=True)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import shutil
 import signal
@@ -163,6 +164,8 @@ class Measured:
     log: str
     update: list[float] = field(default_factory=list)
     """Median seconds of the update without waiting, by rank."""
+    per_row: list[float] = field(default_factory=list)
+    """Median seconds of forward and backward for a row, by rank; infinite for one that had none."""
     rounds: list[float] = field(default_factory=list)
     """Seconds of the ends of rounds among the steps; empty for a run that exchanges every step."""
 
@@ -222,8 +225,14 @@ def _measured(records: Sequence[dict[str, Any]], first: int, last: int, log: str
         steps=[record["dt"] for record in steps],
         log=log,
         update=_medians(steps, "rank_update_s"),
+        per_row=[_median_of_a_row(steps, rank) for rank in range(len(steps[-1]["rows"]))],
         rounds=rounds,
     )
+
+
+def _median_of_a_row(records: Sequence[dict[str, Any]], rank: int) -> float:
+    seen = [record["rank_compute_s"][rank] / record["rows"][rank] for record in records if record["rows"][rank]]
+    return statistics.median(seen) if seen else math.inf
 
 
 def _medians(records: Sequence[dict[str, Any]], key: str) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from pathlib import Path
@@ -53,6 +54,9 @@ def test_local_steps_count_with_the_round_and_other_steps_by_their_median() -> N
     plain = _measured(steps, 3, 8, "log")
     assert (plain.seconds, plain.rate, plain.steps) == (1.0, 600.0, [1.0, 1.0, 1.0, 4.0, 1.0, 1.0])
     assert (plain.compute, plain.update, plain.rows, plain.rounds) == ([0.5, 0.25], [0.1, 0.2], [4, 2], [])
+    steps[7]["rows"] = [6, 0]
+    assert _measured(steps, 8, 8, "log").per_row == [pytest.approx(0.5 / 6), math.inf]
+    assert _measured(steps, 3, 8, "log").per_row == [0.125, 0.125]
     rounds = [{"step": 6, "outer_s": 3.0}, {"step": 9, "outer_s": 3.0}]
     local = _measured(steps + rounds, 3, 8, "log")
     assert (local.seconds, local.rate, local.rounds) == (1.5, 400.0, [3.0])
