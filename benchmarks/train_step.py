@@ -1,71 +1,43 @@
-"""Speed and memory of one training step, against the machine's own matrix-multiplication rate.
+"""Speed and memory of one training step, against the machine's own matrix-multiplication rate and other programs.
 
     python benchmarks/train_step.py [--depth 4 8] [--dtype fp32 bf16] [--tokens 2048] [--json FILE]
-                                    [--nanochat CHECKOUT [--compiled]]
+                                    [--nanochat CHECKOUT] [--transformers] [--compiled]
 
 A step is 2048 tokens (or --tokens) in micro-batches: forward, backward, optimizer, in one process (depth 4: rows of
-512, two at a time; depth 8: rows of 1024, one at a time). Each configuration runs in a fresh process, so that its peak
-memory and the time from process start to the end of the first step are its own. "roofline" is the time that the step's
-matrix products take by themselves (into memory that is there already), timed in the same process right after; "share"
-is roofline / step. "mfu" counts the recipe's model FLOPs a token against the rate of one square product, 1024 wide.
+512, two at a time; depth 8 and 12: rows of 1024, one at a time). Each configuration has a fresh process, so that its
+peak memory and its start are its own: "ready" is the time from process start to the beginning of the first step. "GEMM
+alone" is the time that the step's matrix products take by themselves (into memory that is there already), timed in the
+same process right after; "share" is that / step. "ours / its" compares model FLOP/s as the recipe counts them, on the
+same model (nanochat) or on one of equal size (a Llama): for the former it is the ratio of tokens a second, too.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
-import resource
-import statistics
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "app"))
+sys.path[:0] = [str(ROOT), str(ROOT / "app")]
 
-VOCAB = 32768
-SHAPES = {4: (512, 2), 8: (1024, 1), 12: (1024, 1)}  # depth: (row length, rows in a micro-batch)
-STEPS = 5
-RATES = {"unembedding_lr": 5e-4, "embedding_lr": 2e-2, "matrix_lr": 1e-3, "scalar_lr": 3e-2}
+from benchmarks.measuring import (  # noqa: E402
+    RATES,
+    SHAPES,
+    VOCAB,
+    median_seconds,
+    peak_megabytes,
+    process_age,
+    token_rows,
+)
+from benchmarks.peers import INSTALL, PEERS, measure_peer  # noqa: E402
 
-
-def token_rows(depth: int, tokens: int) -> Any:
-    """(micro-batches, B, T + 1) token ids with the frequencies of text: 1 / rank, over the whole vocabulary."""
-    import torch
-
-    length, batch = SHAPES[depth]
-    weights = 1.0 / torch.arange(1, VOCAB + 1)
-    count = tokens // length * (length + 1)
-    ids = torch.multinomial(weights, count, replacement=True, generator=torch.Generator().manual_seed(0))
-    return ids.view(-1, batch, length + 1)
-
-
-def median_seconds(work: Callable[[], object], repeats: int = STEPS) -> float:
-    """Median wall time of `work` after one untimed call."""
-    work()
-    times = []
-    for _ in range(repeats):
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
-
-
-def process_age() -> float:
-    """Seconds since this process was started, interpreter and imports included."""
-    import psutil
-
-    return time.time() - psutil.Process().create_time()
-
-
-def peak_megabytes() -> float:
-    """Peak resident memory of this process so far."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+OWN = "lantrain"
 
 
 class Trainer:
@@ -197,8 +169,10 @@ def measure(depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
 
     from lantrain.model.kernels import kernels
 
+    imported = process_age()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
     trainer = Trainer(depth, dtype, tokens)
+    ready = process_age()
     trainer.step()
     first = process_age()
     seconds = median_seconds(trainer.step)
@@ -206,8 +180,9 @@ def measure(depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
     parts = roofline_seconds(trainer)
     square = torch.randn(1024, 1024).to(dtype)
     rate = 2 * 1024**3 / median_seconds(lambda: square @ square)
+    flops = trainer.model.flops_per_token()
     return {
-        "program": f"lantrain, {found.name}" if (found := kernels()) else "lantrain, no C++",
+        "program": f"{OWN}, {found.name}" if (found := kernels()) else f"{OWN}, no C++",
         "depth": depth,
         "tokens": tokens,
         "dtype": dtype_name,
@@ -217,52 +192,12 @@ def measure(depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
         "roofline_s": sum(parts.values()),
         "roofline_parts_s": parts,
         "share": sum(parts.values()) / seconds,
-        "mfu": trainer.model.flops_per_token() * tokens / seconds / rate,
+        "model_gflops": flops * tokens / seconds / 1e9,
+        "mfu": flops * tokens / seconds / rate,
         "gemm_gflops": rate / 1e9,
         "peak_mb": peak,
-        "first_step_s": first,
-    }
-
-
-def measure_nanochat(depth: int, dtype_name: str, tokens: int, compiled: bool) -> dict[str, Any]:
-    """The same step by nanochat's own model and optimizer (its checkout must be on the path), in this process."""
-    import torch
-
-    if not compiled:
-        torch.compile = lambda *_, **__: lambda function: function  # type: ignore[assignment]
-    from nanochat.gpt import GPT, GPTConfig  # type: ignore[import-not-found]
-
-    from lantrain.model.gpt import config_for_depth
-
-    config = config_for_depth(depth, sequence_len=SHAPES[depth][0], vocab_size=VOCAB)
-    with torch.device("meta"):
-        model = GPT(GPTConfig(**vars(config)))
-    model.to_empty(device="cpu")
-    model.init_weights()
-    optimizer = model.setup_optimizer(**RATES, weight_decay=0.1)
-    run = torch.compile(model, dynamic=False) if compiled else model
-    data = token_rows(depth, tokens)
-
-    def step() -> None:
-        for rows in data:
-            loss = run(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
-            (loss / len(data)).backward()
-            loss.item()
-        optimizer.step()
-        model.zero_grad(set_to_none=True)
-
-    step()
-    first = process_age()
-    seconds = median_seconds(step)
-    return {
-        "program": "nanochat, compiled" if compiled else "nanochat, eager",
-        "depth": depth,
-        "tokens": tokens,
-        "dtype": dtype_name,
-        "threads": torch.get_num_threads(),
-        "step_s": seconds,
-        "tokens_per_s": tokens / seconds,
-        "peak_mb": peak_megabytes(),
+        "imported_s": imported,
+        "ready_s": ready,
         "first_step_s": first,
     }
 
@@ -278,16 +213,31 @@ def in_fresh_process(arguments: list[str], environment: dict[str, str]) -> dict[
 def table(results: list[dict[str, Any]]) -> str:
     """The results as a Markdown table."""
     heads = (
-        "| program | depth | dtype | tokens | step s | tok/s | GEMM alone s | share | mfu | peak MB | first step s |"
+        "| program | depth | dtype | tokens | step s | tok/s | GEMM alone s | share | model GFLOP/s | ours / its "
+        "| peak MB | ready s | first step s |"
     )
-    lines = [heads, "|---" * 11 + "|"]
+    lines = [heads, "|---" * 13 + "|"]
+    own: dict[str, Any] = {}  # the last of ours: what follows is of its configuration
     for r in results:
-        own = f"{r['roofline_s']:.3f} | {r['share']:.0%} | {r['mfu']:.0%}" if "share" in r else "| |"
+        own = r if "share" in r else own
+        alone = f"{r['roofline_s']:.3f} | {r['share']:.0%}" if r is own else " | "
+        times = f"{own['model_gflops'] / r['model_gflops']:.2f}" if own and r is not own else ""
         lines.append(
             f"| {r['program']} | {r['depth']} | {r['dtype']} | {r['tokens']} | {r['step_s']:.3f} "
-            f"| {r['tokens_per_s']:.0f} | {own} | {r['peak_mb']:.0f} | {r['first_step_s']:.1f} |"
+            f"| {r['tokens_per_s']:.0f} | {alone} | {r['model_gflops']:.0f} | {times} "
+            f"| {r['peak_mb']:.0f} | {r['ready_s']:.1f} | {r['first_step_s']:.1f} |"
         )
     return "\n".join(lines)
+
+
+def programs(nanochat: Path | None, transformers: bool, compiled: bool) -> list[str]:
+    """What is to be measured: ours, and the PEERS that were asked for and are there."""
+    asked = {"nanochat": nanochat is not None, "llama": transformers}
+    if transformers and importlib.util.find_spec("transformers") is None:
+        print(INSTALL, file=sys.stderr)
+        asked["llama"] = False
+    ways = ("eager", "compiled") if compiled else ("eager",)
+    return [OWN, *(peer for peer in PEERS if asked[peer.split("-")[0]] and peer.split("-")[1] in ways)]
 
 
 def main() -> None:
@@ -298,26 +248,25 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, a multiple of 1024")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument("--nanochat", type=Path, help="a checkout to measure beside")
-    parser.add_argument("--compiled", action="store_true", help="nanochat under torch.compile too (90 s, a compiler)")
-    parser.add_argument("--one", choices=["lantrain", "eager", "compiled"], help=argparse.SUPPRESS)
+    parser.add_argument("--transformers", action="store_true", help="measure a Llama of the same size beside")
+    parser.add_argument("--compiled", action="store_true", help="these under torch.compile too (90 s each, a compiler)")
+    parser.add_argument("--only", nargs="+", choices=[OWN, *PEERS], help="of these programs, e.g. to measure in parts")
+    parser.add_argument("--one", choices=[OWN, *PEERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
         what = args.depth[0], args.dtype[0], args.tokens
-        own = args.one == "lantrain"
-        print(json.dumps(measure(*what) if own else measure_nanochat(*what, args.one == "compiled")))
+        print(json.dumps(measure(*what) if args.one == OWN else measure_peer(args.one, *what)))
         return
+    asked = programs(args.nanochat, args.transformers, args.compiled)
     results = []
     for depth in args.depth:
         for dtype in args.dtype:
             configuration = ["--depth", str(depth), "--dtype", dtype, "--tokens", str(args.tokens), "--one"]
-            results.append(in_fresh_process([*configuration, "lantrain"], {}))
-            environment = {
-                "PYTHONPATH": str(args.nanochat),
-                "NANOCHAT_DTYPE": {"fp32": "float32"}.get(dtype, "bfloat16"),
-            }
-            for peer in ["eager", "compiled"] if args.compiled else ["eager"]:
-                if args.nanochat:
-                    results.append(in_fresh_process([*configuration, peer], environment))
+            for program in (name for name in asked if name in (args.only or asked)):
+                environment = {"NANOCHAT_DTYPE": {"fp32": "float32"}.get(dtype, "bfloat16")}
+                if program.startswith("nanochat"):
+                    environment["PYTHONPATH"] = str(args.nanochat)
+                results.append(in_fresh_process([*configuration, program], environment))
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
