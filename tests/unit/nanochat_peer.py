@@ -13,6 +13,7 @@ import torch
 # The optimizer's functions are decorated at import: uncompiled they compute the same without a compiler and in seconds.
 torch.compile = lambda *_, **__: lambda function: function  # type: ignore[assignment]
 
+from nanochat.checkpoint_manager import load_model, save_checkpoint  # noqa: E402
 from nanochat.gpt import GPT, GPTConfig  # noqa: E402
 from nanochat.optim import adamw_step_fused, muon_step_fused  # noqa: E402
 
@@ -65,6 +66,30 @@ def train(config: Request, rates: Request, steps: list[Request], micro_batches: 
     return {"losses": losses, "state": model.state_dict()}
 
 
+def open_checkpoint(tag: str, step: int, idx: torch.Tensor, targets: torch.Tensor) -> Request:
+    """Loss by nanochat's own reading of a checkpoint folder, strict, and of the tokenizer under NANOCHAT_BASE_DIR."""
+    model, tokenizer, meta = load_model("base", torch.device("cpu"), "eval", model_tag=tag, step=step)
+    with torch.no_grad():
+        loss = model(idx, targets).item()
+    return {"loss": loss, "vocab_size": tokenizer.get_vocab_size(), "step": meta["step"]}
+
+
+def write_checkpoint(folder: str, config: Request, idx: torch.Tensor, targets: torch.Tensor) -> Request:
+    """A few steps of nanochat's optimizer, saved as its base_train does, compiled names included; the loss then."""
+    model = fresh_model(config)
+    optimizer = model.setup_optimizer()
+    for _ in range(3):
+        model(idx, targets).backward()
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+    with torch.no_grad():
+        loss = model(idx, targets).item()
+    state = {f"_orig_mod.{name}": tensor for name, tensor in model.state_dict().items()}
+    meta = {"step": 3, "val_bpb": 3.1, "model_config": config, "user_config": {}, "device_batch_size": 2}
+    save_checkpoint(folder, 3, state, optimizer.state_dict(), meta, rank=0)
+    return {"loss": loss}
+
+
 def optimizer_steps(muon: list[Request], adamw: list[Request]) -> Request:
     """Parameters after several steps of each kernel from given start values and gradients."""
     results: Request = {"muon": [], "adamw": []}
@@ -87,5 +112,8 @@ def optimizer_steps(muon: list[Request], adamw: list[Request]) -> Request:
 
 if __name__ == "__main__":
     request = torch.load(sys.argv[1], weights_only=True)
-    actions = {"init": init, "gradients": gradients, "train": train, "optimizer_steps": optimizer_steps}
+    actions = {
+        "init": init, "gradients": gradients, "train": train, "optimizer_steps": optimizer_steps,
+        "open_checkpoint": open_checkpoint, "write_checkpoint": write_checkpoint,
+    }  # fmt: skip
     torch.save(actions[request.pop("do")](**request), sys.argv[2])

@@ -1,8 +1,10 @@
 """The model and its optimizer against a real nanochat checkout: point NANOCHAT_CHECKOUT at one."""
 
 import argparse
+import math
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -13,12 +15,18 @@ from typing import Any
 import pytest
 import torch
 
+from lantrain.data.packing import RowStream
+from lantrain.data.shards import open_shards
+from lantrain.data.tokenizer import Tokenizer
 from lantrain.model.embedding import EmbeddingRows
 from lantrain.model.gpt import GPT, GPTConfig, config_for_depth
 from lantrain.optim.adamw import adamw_update
 from lantrain.optim.groups import parameter_groups
 from lantrain.optim.muon import muon_update, second_moment_shape
 from lantrain.optim.schedule import Schedule, lr_scale, scaled_weight_decay
+from lantrain.training.checkpoint import load_model
+from lantrain.training.sample import load_for_sampling
+from tests.distributed.ranks import TINY, run_ranks
 from tests.unit.model.reference import batch, small_config, trained_looking
 
 Ask = Callable[..., dict[str, Any]]
@@ -76,6 +84,51 @@ def test_our_weights_give_the_same_loss_and_gradients_there(ask: Ask, config: GP
         expected = theirs["grads"][name]
         assert expected.norm() > 0, name
         assert (parameter.grad - expected).norm() / expected.norm() < 5e-5, name
+
+
+@pytest.fixture
+def base(corpus: Path, tmp_path: Path) -> Path:
+    """Shards and tokenizer where both programs look for them."""
+    shutil.copytree(corpus, tmp_path / "base", ignore=shutil.ignore_patterns("base_checkpoints"))
+    return tmp_path / "base"
+
+
+def validation_rows(base: Path, seq_len: int) -> tuple[torch.Tensor, torch.Tensor]:
+    stream = RowStream(open_shards(base / "base_data_climbmix").val, Tokenizer.load(base / "tokenizer"), seq_len)
+    rows = torch.from_numpy(stream.next_rows(8).astype("int64"))
+    return rows[:, :-1].contiguous(), rows[:, 1:].contiguous()
+
+
+def loss_here(folder: Path, idx: torch.Tensor, targets: torch.Tensor) -> float:
+    """By what is in the files of a checkpoint folder alone."""
+    _, weights, meta = load_model(folder)
+    model = GPT(GPTConfig(**meta["model_config"]))
+    model.load_state_dict(weights, strict=True)
+    with torch.no_grad():
+        return float(model.loss(idx, targets, scale=1 / targets.numel()))
+
+
+def test_a_checkpoint_of_ours_opens_there(ask: Ask, base: Path) -> None:
+    """Trained by two ranks, opened by nanochat's own loader from the files on the disk."""
+    run_ranks(2, base, [*TINY, "--num-iterations=12", "--warmup-steps=2"], tag="ours").ok()
+    idx, targets = validation_rows(base, 64)
+    theirs = ask(do="open_checkpoint", tag="ours", step=12, idx=idx, targets=targets)
+    assert (theirs["step"], theirs["vocab_size"]) == (12, 512)
+    ours = loss_here(base / "base_checkpoints/ours", idx, targets)
+    assert ours < math.log(512) - 0.1  # it has learned, so that the comparison is not of two fresh models
+    assert ours == pytest.approx(theirs["loss"], abs=1e-4)
+
+
+def test_a_checkpoint_of_nanochats_opens_here(ask: Ask, base: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = small_config(vocab_size=512, sequence_len=64)
+    idx, targets = validation_rows(base, 64)
+    folder = base / "base_checkpoints/theirs"
+    theirs = ask(do="write_checkpoint", folder=str(folder), config=asdict(config), idx=idx, targets=targets)
+    assert loss_here(folder, idx, targets) == pytest.approx(theirs["loss"], abs=1e-4)
+    monkeypatch.setenv("NANOCHAT_BASE_DIR", str(base))
+    model, _, which = load_for_sampling("theirs", None)
+    assert which == "theirs, step 3 (without our marker), val bpb 3.1"
+    assert model.config == config
 
 
 def test_optimizer_steps(ask: Ask) -> None:
