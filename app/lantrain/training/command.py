@@ -8,7 +8,8 @@ import torch
 
 from lantrain import paths
 from lantrain.cluster import beacon
-from lantrain.cluster.cores import choose_threads
+from lantrain.cluster.cores import settle_threads
+from lantrain.cluster.gemm import gemm_rate
 from lantrain.cluster.group import Ranks, agree_on_versions, form_groups, leave_groups
 from lantrain.errors import LOST_PEER_EXIT, UserError
 from lantrain.optim.local_steps import LocalSteps
@@ -39,8 +40,7 @@ def train(argv: list[str]) -> int:
 
 
 def _train(config: Config) -> int:
-    threads, reason = choose_threads()
-    torch.set_num_threads(threads)
+    threads, reason = settle_threads(lambda: gemm_rate(torch.float32, seconds=0.1))
     beacon.tell("connect")
     ranks = form_groups()
     beacon.tell("load")
