@@ -24,6 +24,7 @@ from lantrain.cluster.balance import AloneWatch, Spent
 from lantrain.cluster.group import Ranks, broadcast_json
 from lantrain.cluster.replicas import check_replicas
 from lantrain.cluster.shares import micro_batches
+from lantrain.cluster.waiting import Waiting
 from lantrain.data.feed import Batch, Feed, FeedError, FixedRows, PackedAhead
 from lantrain.data.packing import RowStream
 from lantrain.errors import LOST_PEER_EXIT, WRONG_NUMBERS_EXIT, UserError
@@ -110,6 +111,7 @@ class Loop:
         )  # fmt: skip
         self.step_seconds = 0.0
         self.save_asked = False
+        self.waiting = Waiting(torch.get_num_threads())
         leader_does(ranks, self._open_leader_side)
         self.evaluated_step = broadcast_json(self.progress.val_step, ranks)
         self.outliers = OutlierWatch.from_list(broadcast_json(self.progress.outliers, ranks))
@@ -151,6 +153,7 @@ class Loop:
             raise
         finally:
             self.saver.wait()
+            self.waiting.close()
             if self.metrics:
                 self.metrics.close()
 
@@ -179,6 +182,8 @@ class Loop:
             signal_number = self._train_step(batch, step, stop)
             step += 1
             self._rebalance(feed, step)
+            if changed := self.waiting.observe():
+                print(f"rank {self.ranks.rank}: {changed}", flush=True)
             if step == self.setup.start_step + 1:
                 # The objects of the start-up live for ever; collecting them again and again cost 0.5 s a time.
                 gc.collect()
