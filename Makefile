@@ -97,7 +97,7 @@ test-local-2rank: ## run the report's two-rank run in two containers and print t
 	@"$(VENV)/bin/python" -m pytest tests/containers/test_two_ranks.py $(PYTEST_ARGS)
 
 .PHONY: bench
-bench: ## measure everything, one table (ours, the limit, ratio) and JSON in data/bench; some 7 minutes
+bench: ## measure everything, one table (ours, the limit, ratio) and JSON in data/bench; some 10 minutes
 	@tools/venv.sh dev
 	@"$(VENV)/bin/python" benchmarks/bench.py $(BENCH_ARGS)
 

@@ -27,9 +27,10 @@ def token_rows(depth: int, tokens: int) -> Any:
     return ids.view(-1, batch, length + 1)
 
 
-def median_seconds(work: Callable[[], object], repeats: int = STEPS) -> float:
-    """Median wall time of `work` after one untimed call."""
-    work()
+def median_seconds(work: Callable[[], object], repeats: int = STEPS, *, warm: bool = False) -> float:
+    """Median wall time of `work` after one untimed call, unless it is `warm` already."""
+    if not warm:
+        work()
     times = []
     for _ in range(repeats):
         start = time.perf_counter()

@@ -16,7 +16,7 @@ PEERS = ("nanochat-eager", "nanochat-compiled", "llama-eager", "llama-compiled")
 INSTALL = "transformers is not installed, its Llama is left out; to measure it: pip install transformers"
 
 
-def measure_peer(peer: str, depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
+def measure_peer(peer: str, depth: int, dtype_name: str, tokens: int, repeats: int) -> dict[str, Any]:
     """Figures of one of PEERS, in this process."""
     import torch
 
@@ -27,7 +27,7 @@ def measure_peer(peer: str, depth: int, dtype_name: str, tokens: int) -> dict[st
     ready = process_age()
     step()
     first = process_age()
-    seconds = median_seconds(step)
+    seconds = median_seconds(step, repeats)
     return {
         "program": f"{program}, {way}",
         "depth": depth,

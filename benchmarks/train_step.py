@@ -29,6 +29,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "app")]
 from benchmarks.measuring import (  # noqa: E402
     RATES,
     SHAPES,
+    STEPS,
     VOCAB,
     median_seconds,
     peak_megabytes,
@@ -163,7 +164,7 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
     return {"weights": weights * micro_batches, "attention": attention * micro_batches, "muon": muon}
 
 
-def measure(depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
+def measure(depth: int, dtype_name: str, tokens: int, repeats: int) -> dict[str, Any]:
     """All figures of one configuration, in this process."""
     import torch
 
@@ -175,7 +176,7 @@ def measure(depth: int, dtype_name: str, tokens: int) -> dict[str, Any]:
     ready = process_age()
     trainer.step()
     first = process_age()
-    seconds = median_seconds(trainer.step)
+    seconds = median_seconds(trainer.step, repeats, warm=repeats < STEPS)
     peak = peak_megabytes()  # before the roofline allocates
     parts = roofline_seconds(trainer)
     square = torch.randn(1024, 1024).to(dtype)
@@ -246,6 +247,7 @@ def main() -> None:
     parser.add_argument("--depth", type=int, nargs="+", default=[4, 8], choices=sorted(SHAPES))
     parser.add_argument("--dtype", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, a multiple of 1024")
+    parser.add_argument("--steps", type=int, default=STEPS, help="timed; fewer for steps of a minute")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument("--nanochat", type=Path, help="a checkout to measure beside")
     parser.add_argument("--transformers", action="store_true", help="measure a Llama of the same size beside")
@@ -254,14 +256,15 @@ def main() -> None:
     parser.add_argument("--one", choices=[OWN, *PEERS], help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:
-        what = args.depth[0], args.dtype[0], args.tokens
+        what = args.depth[0], args.dtype[0], args.tokens, args.steps
         print(json.dumps(measure(*what) if args.one == OWN else measure_peer(args.one, *what)))
         return
     asked = programs(args.nanochat, args.transformers, args.compiled)
     results = []
     for depth in args.depth:
         for dtype in args.dtype:
-            configuration = ["--depth", str(depth), "--dtype", dtype, "--tokens", str(args.tokens), "--one"]
+            configuration = ["--depth", str(depth), "--dtype", dtype, "--tokens", str(args.tokens)]
+            configuration += ["--steps", str(args.steps), "--one"]
             for program in (name for name in asked if name in (args.only or asked)):
                 environment = {"NANOCHAT_DTYPE": {"fp32": "float32"}.get(dtype, "bfloat16")}
                 if program.startswith("nanochat"):

@@ -10,19 +10,28 @@ from typing import Any
 
 import pytest
 
-from benchmarks.bench import HERE, markdown, summary
+from benchmarks.bench import HERE, comparison, markdown, summary
 from benchmarks.nodes import Measured, _measured
 from benchmarks.scaling import PAYLOAD, VOCABULARY, Figures, compare, flags, grow, simulate
 from benchmarks.two_nodes import _choice
 from lantrain.nodes.predict import work_of
 
-STEP = {"program": "lantrain", "depth": 4, "dtype": "fp32", "threads": 2, "tokens_per_s": 1500.0, "share": 0.75}
-PEER = {"program": "nanochat, eager", "depth": 4, "dtype": "fp32", "tokens_per_s": 1000.0}
+STEP = {
+    "program": "lantrain, v3", "depth": 4, "dtype": "fp32", "tokens": 2048, "threads": 2, "tokens_per_s": 1500.0,
+    "model_gflops": 150.0, "share": 0.75, "ready_s": 1.2, "first_step_s": 2.5,
+}  # fmt: skip
+PEER = {**STEP, "program": "nanochat, eager", "tokens_per_s": 1000.0, "model_gflops": 100.0}
+SLOWER = {**PEER, "program": "nanochat, compiled", "tokens_per_s": 900.0, "model_gflops": 90.0}
+LLAMA = {**STEP, "program": "llama, compiled", "tokens_per_s": 1100.0, "model_gflops": 120.0}
+OTHER = {**PEER, "dtype": "bf16", "tokens_per_s": 9000.0, "model_gflops": 900.0}
 
 
 def test_each_part_has_its_ratio_in_the_table() -> None:
     figures = {
-        "step": [STEP, PEER],
+        "step": [STEP, PEER, SLOWER, LLAMA, OTHER],
+        "busy": [
+            {"way": "ours", "depth": 4, "busy_tokens_per_s": 900.0, "quiet_tokens_per_s": 1500.0, "fall": 0.4},
+        ],
         "rows": {"tokens_per_second": 1.5e6, "seq_len": 512},
         "wire": [{"world": 2, "parts": {"gradients": 40_000_000, "weights": 35_000_000}, "native": 300_000_000}],
         "equal": [
@@ -36,12 +45,32 @@ def test_each_part_has_its_ratio_in_the_table() -> None:
         ],
     }  # fmt: skip
     table = markdown(summary(figures))
-    assert "| 1500 tok/s | 2000 tok/s | 1000 tok/s | 75% of the limit, 1.50x |" in table
-    assert "| 1,500,000 tok/s | 1500 tok/s are needed |  | 1000x |" in table
-    assert "| 75 MB | 60 MB (goal) |  | 25.0% of 300 MB |" in table
-    assert "| two equal nodes, 1000 Mbit/s | 1900 tok/s | 2000 tok/s |  | 1.90x one node |" in table
-    assert "| 1330 tok/s | 1400 tok/s |  | 95.0% of the sum |" in table
-    assert len(table.splitlines()) == 2 + 5
+    peers = "1000 tok/s, 100 GFLOP/s (eager) | 1100 tok/s, 120 GFLOP/s (compiled)"
+    ratios = "75% of the limit, 1.50x nanochat, 1.25x transformers"
+    assert f"| 1500 tok/s | 2000 tok/s | {peers} | {ratios} |" in table
+    assert "| first step done, depth 4, fp32 | 2.5 s |  |  |  | begun after 1.2 s |" in table
+    assert "| 900 tok/s | 1500 tok/s quiet |  |  | falls by 40% |" in table
+    assert "| 1,500,000 tok/s | 1500 tok/s are needed |  |  | 1000x |" in table
+    assert "| 75 MB | 60 MB (goal) |  |  | 25.0% of 300 MB |" in table
+    assert "| two equal nodes, 1000 Mbit/s | 1900 tok/s | 2000 tok/s |  |  | 1.90x one node |" in table
+    assert "| 1330 tok/s | 1400 tok/s |  |  | 95.0% of the sum |" in table
+    assert len(table.splitlines()) == 2 + 7
+
+
+def test_columns_of_programs_that_were_not_measured_are_left_out() -> None:
+    assert markdown(summary({"step": [STEP]})).splitlines()[0] == "| what | ours | limit | ratio | how |"
+
+
+def test_a_second_run_is_compared_line_by_line() -> None:
+    before = summary({"step": [STEP, LLAMA]})
+    within = comparison(before, summary({"step": [STEP | {"tokens_per_s": 1600.0, "first_step_s": 2.4}]}))
+    assert [(line["change"], line["noise"]) for line in within] == [("+6.7%", "within"), ("-4.0%", "within")]
+    slow_clock = comparison(before, summary({"step": [STEP | {"tokens_per_s": 1000.0, "share": 0.73}]}))
+    assert slow_clock[0]["noise"] == "within", "the ratio within the run says that the machine was slower"
+    worse = comparison(before, summary({"step": [STEP | {"tokens_per_s": 1000.0, "share": 0.6, "first_step_s": 3.0}]}))
+    assert [line["beyond"] for line in worse] == [True, True]
+    assert worse[0]["ratio"] == "0.750 -> 0.600"
+    assert comparison([], before) == []
 
 
 def _record(step: int, dt: float) -> dict[str, Any]:
@@ -70,7 +99,10 @@ def test_the_choice_of_sync_auto_is_read_from_the_log() -> None:
 
 def test_parts_that_were_not_measured_are_not_in_the_table() -> None:
     assert summary({}) == []
-    assert [row["what"] for row in summary({"step": [STEP]})] == ["one step, depth 4, fp32"]
+    assert [row["what"] for row in summary({"step": [STEP]})] == [
+        "one step, depth 4, fp32",
+        "first step done, depth 4, fp32",
+    ]
 
 
 def figures(mbit: float = 1000.0) -> Figures:
@@ -117,7 +149,7 @@ def test_costs_grow_as_they_should() -> None:
     assert rows[-1]["speedup"] < 8, "there are 8 rows in a step"
 
 
-@pytest.mark.parametrize("script", ["bench.py", "two_nodes.py", "scaling.py"])
+@pytest.mark.parametrize("script", ["bench.py", "busy.py", "two_nodes.py", "scaling.py"])
 def test_scripts_explain_themselves(script: str) -> None:
     result = subprocess.run(
         [sys.executable, str(Path(HERE) / script), "--help"], capture_output=True, text=True, timeout=120, check=True
