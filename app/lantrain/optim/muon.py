@@ -7,9 +7,9 @@ cautious weight decay.
 Matrices are updated one by one. Batched matmuls were no faster on CPUs (measured, depth 4 and 8), hold every temporary
 K times, and would let the bits of a matrix depend on which others its owner has.
 
-With bfloat16 products, on a CPU that has them, a matrix's whole step is one C++ operation (model/kernels/muon.cpp): A and
-its polynomial are symmetric, so that it computes a quarter less than torch's matmuls, and passes twice over the float32
-tensors.
+With bfloat16 products, on a CPU that has them, a matrix's whole step is one C++ operation (model/kernels/muon.cpp): A
+and its polynomial are symmetric, so that it computes a quarter less than torch's matmuls, and it passes twice over the
+float32 tensors.
 """
 
 from __future__ import annotations

@@ -4,7 +4,6 @@
 // shows. There is no running maximum: normed queries and keys bound the scores (|score| <= 1.44 sqrt(head_dim), 16.3 for
 // 128), so the exponentials neither overflow nor vanish. Scores are clamped at 80 for the sake of other callers.
 #include <algorithm>
-#include <vector>
 
 #include "product.h"
 
@@ -179,43 +178,43 @@ void forward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, 
              float scale, int threads) {
   typedef typename P::unit unit;
   const int64_t padded = s.padded(), head_units = padded * s.width / P::PAIR;
-  std::vector<unit> keys(size_t(s.batch * s.kv_heads * head_units)), values(keys.size());
+  Memory<unit> keys(s.batch * s.kv_heads * head_units), values(keys.size);
   const int64_t blocks = (s.length + QUERIES - 1) / QUERIES, heads = s.batch * s.heads;
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < s.batch * s.kv_heads; n++) {
       const int64_t b = n / s.kv_heads, h = n % s.kv_heads;
-      pack_columns<P>(k.at(b, h), k.step(), s.length, padded, s.width, keys.data() + n * head_units);
-      pack_rows<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data() + n * head_units);
+      pack_columns<P>(k.at(b, h), k.step(), s.length, padded, s.width, keys.data + n * head_units);
+      pack_rows<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data + n * head_units);
     }
     const int64_t ld = std::min(padded, CHUNK_KEYS);
-    std::vector<float> scores(size_t(QUERIES * ld)), result(size_t(QUERIES * s.width)), sums(QUERIES);
-    std::vector<unit> queries(size_t(QUERIES * s.width)), weights(scores.size());
+    Memory<float> scores(QUERIES * ld), result(QUERIES * s.width), sums(QUERIES);
+    Memory<unit> queries(QUERIES * s.width), weights(scores.size);
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < heads * blocks; n++) {
       // The last blocks see most keys: they come first, so that the threads end together.
       const int64_t first = (blocks - 1 - n / heads) * QUERIES, b = n % heads / s.heads, h = n % s.heads;
       const int64_t kv = (b * s.kv_heads + h / (s.heads / s.kv_heads)) * head_units;
       const Block block{first, std::min(QUERIES, s.length - first)};
-      pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, queries.data());
-      std::fill(sums.begin(), sums.end(), 0.f);
-      std::fill(result.begin(), result.end(), 0.f);
+      pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, queries.data);
+      sums.fill(0);
+      result.fill(0);
       const Range all = visible(s, first, block.count, {0, padded});
       for (int64_t chunk = all.first; chunk < all.last; chunk += ld) {
         const Range part{chunk, std::min(all.last, chunk + ld)};
-        products_with_keys<P>(block, queries.data(), keys.data() + kv, s, part, scores.data(), ld);
-        exponentials(block, s, part, scores.data(), ld, scale, nullptr, sums.data());
-        const unit* ready = units_of_keys(block, s, part, scores.data(), ld, weights.data());
-        sum_over_keys<P>(block, ready, values.data() + kv, s, part, ld, result.data());
+        products_with_keys<P>(block, queries.data, keys.data + kv, s, part, scores.data, ld);
+        exponentials(block, s, part, scores.data, ld, scale, nullptr, sums.data);
+        const unit* ready = units_of_keys(block, s, part, scores.data, ld, weights.data);
+        sum_over_keys<P>(block, ready, values.data + kv, s, part, ld, result.data);
       }
       float* inverse = inverse_sums + (b * s.heads + h) * s.length + first;
       for (int64_t i = 0; i < block.count; i++) {
-        inverse[i] = 1 / sums[size_t(i)];
-        float* row = result.data() + i * s.width;
+        inverse[i] = 1 / sums.data[i];
+        float* row = result.data + i * s.width;
         for (int64_t d = 0; d < s.width; d += LANES) store(row + d, load(row + d) * inverse[i]);
       }
-      write_rows(result.data(), block.count, s.width, out.at(b, h, first), out.step());
+      write_rows(result.data, block.count, s.width, out.at(b, h, first), out.step());
     }
   }
 }
@@ -225,11 +224,11 @@ template <class P>
 struct Scratch {
   typedef typename P::unit unit;
   explicit Scratch(int64_t ld, int64_t width)
-      : weights(size_t(QUERIES * ld)), slopes(weights.size()), deltas(QUERIES), grad_q(size_t(QUERIES * width)),
-        left(size_t(QUERIES * width)), left_grad(left.size()), rows(left.size()), rows_grad(left.size()),
-        by_key(P::PAIR == 2 ? weights.size() : 0), by_query(by_key.size()) {}
-  std::vector<float> weights, slopes, deltas, grad_q;
-  std::vector<unit> left, left_grad, rows, rows_grad, by_key, by_query;
+      : weights(QUERIES * ld), slopes(weights.size), deltas(QUERIES), grad_q(QUERIES * width), left(grad_q.size),
+        left_grad(left.size), rows(left.size), rows_grad(left.size), by_key(P::PAIR == 2 ? weights.size : 0),
+        by_query(by_key.size) {}
+  Memory<float> weights, slopes, deltas, grad_q;
+  Memory<unit> left, left_grad, rows, rows_grad, by_key, by_query;
 };
 
 template <class P, class T>
@@ -240,17 +239,16 @@ void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v,
   const int64_t blocks = (s.length + QUERIES - 1) / QUERIES, heads = s.batch * s.heads;
   // Gradients of keys and values are summed over the queries: each part of the queries of a head has its own sums.
   const int64_t parts = std::clamp<int64_t>((2 * threads + heads - 1) / heads, 1, blocks), size = padded * s.width;
-  const size_t packed = size_t(s.batch * s.kv_heads * head_units);
-  std::vector<unit> keys(packed), key_rows(packed), values(packed);
-  std::vector<float> sums(size_t(2 * heads * parts * size));
+  Memory<unit> keys(s.batch * s.kv_heads * head_units), key_rows(keys.size), values(keys.size);
+  Memory<float> sums(2 * heads * parts * size);
 #pragma omp parallel num_threads(threads)
   {
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < s.batch * s.kv_heads; n++) {
       const int64_t b = n / s.kv_heads, h = n % s.kv_heads;
-      pack_columns<P>(k.at(b, h), k.step(), s.length, padded, s.width, keys.data() + n * head_units);
-      pack_rows<P>(k.at(b, h), k.step(), s.length, padded, s.width, key_rows.data() + n * head_units);
-      pack_columns<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data() + n * head_units);
+      pack_columns<P>(k.at(b, h), k.step(), s.length, padded, s.width, keys.data + n * head_units);
+      pack_rows<P>(k.at(b, h), k.step(), s.length, padded, s.width, key_rows.data + n * head_units);
+      pack_columns<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data + n * head_units);
     }
     const int64_t ld = std::min(padded, CHUNK_KEYS);
     Scratch<P> x(ld, s.width);
@@ -258,37 +256,38 @@ void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v,
     for (int64_t n = 0; n < heads * parts; n++) {
       const int64_t b = n / parts / s.heads, h = n / parts % s.heads;
       const int64_t kv = (b * s.kv_heads + h / group) * head_units;
-      float* sums_k = sums.data() + 2 * n * size;
+      float* sums_k = sums.data + 2 * n * size;
       float* sums_v = sums_k + size;
+      std::fill(sums_k, sums_v + size, 0.f);
       for (int64_t first = n % parts * QUERIES; first < s.length; first += parts * QUERIES) {
         const Block block{first, std::min(QUERIES, s.length - first)};
-        pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, x.left.data());
-        pack_units<P>(grad.at(b, h, first), grad.step(), block.count, s.width, x.left_grad.data());
-        pack_rows<P>(q.at(b, h, first), q.step(), block.count, QUERIES, s.width, x.rows.data());
-        pack_rows<P>(grad.at(b, h, first), grad.step(), block.count, QUERIES, s.width, x.rows_grad.data());
+        pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, x.left.data);
+        pack_units<P>(grad.at(b, h, first), grad.step(), block.count, s.width, x.left_grad.data);
+        pack_rows<P>(q.at(b, h, first), q.step(), block.count, QUERIES, s.width, x.rows.data);
+        pack_rows<P>(grad.at(b, h, first), grad.step(), block.count, QUERIES, s.width, x.rows_grad.data);
         for (int64_t i = 0; i < block.count; i++) {
           vf dot = {};
           for (int64_t d = 0; d < s.width; d += LANES)
             dot += load(grad.at(b, h, first + i) + d) * load(out.at(b, h, first + i) + d);
-          x.deltas[size_t(i)] = sum_of(dot);
+          x.deltas.data[i] = sum_of(dot);
         }
-        std::fill(x.grad_q.begin(), x.grad_q.end(), 0.f);
+        x.grad_q.fill(0);
         const float* inverse = inverse_sums + (b * s.heads + h) * s.length + first;
         const Range all = visible(s, first, block.count, {0, padded});
         for (int64_t chunk = all.first; chunk < all.last; chunk += ld) {
           const Range part{chunk, std::min(all.last, chunk + ld)};
-          products_with_keys<P>(block, x.left.data(), keys.data() + kv, s, part, x.weights.data(), ld);
-          exponentials(block, s, part, x.weights.data(), ld, scale, inverse, nullptr);
-          products_with_keys<P>(block, x.left_grad.data(), values.data() + kv, s, part, x.slopes.data(), ld);
-          score_gradients(block, s, part, x.weights.data(), x.slopes.data(), ld, x.deltas.data(), scale);
-          const unit* ready = units_of_queries(block, s, part, x.weights.data(), ld, x.by_query.data());
-          sum_over_queries<P>(block, ready, x.rows_grad.data(), s, part, ld, sums_v);
-          ready = units_of_queries(block, s, part, x.slopes.data(), ld, x.by_query.data());
-          sum_over_queries<P>(block, ready, x.rows.data(), s, part, ld, sums_k);
-          ready = units_of_keys(block, s, part, x.slopes.data(), ld, x.by_key.data());
-          sum_over_keys<P>(block, ready, key_rows.data() + kv, s, part, ld, x.grad_q.data());
+          products_with_keys<P>(block, x.left.data, keys.data + kv, s, part, x.weights.data, ld);
+          exponentials(block, s, part, x.weights.data, ld, scale, inverse, nullptr);
+          products_with_keys<P>(block, x.left_grad.data, values.data + kv, s, part, x.slopes.data, ld);
+          score_gradients(block, s, part, x.weights.data, x.slopes.data, ld, x.deltas.data, scale);
+          const unit* ready = units_of_queries(block, s, part, x.weights.data, ld, x.by_query.data);
+          sum_over_queries<P>(block, ready, x.rows_grad.data, s, part, ld, sums_v);
+          ready = units_of_queries(block, s, part, x.slopes.data, ld, x.by_query.data);
+          sum_over_queries<P>(block, ready, x.rows.data, s, part, ld, sums_k);
+          ready = units_of_keys(block, s, part, x.slopes.data, ld, x.by_key.data);
+          sum_over_keys<P>(block, ready, key_rows.data + kv, s, part, ld, x.grad_q.data);
         }
-        write_rows(x.grad_q.data(), block.count, s.width, grad_q.at(b, h, first), grad_q.step());
+        write_rows(x.grad_q.data, block.count, s.width, grad_q.at(b, h, first), grad_q.step());
       }
     }
 #pragma omp for schedule(static)
@@ -297,7 +296,7 @@ void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v,
       for (int64_t d = 0; d < s.width; d += LANES) {
         vf total_k = {}, total_v = {};
         for (int64_t n = 0; n < group * parts; n++) {  // heads of a group are neighbours
-          const float* from = sums.data() + 2 * ((b * s.heads + h * group) * parts + n) * size + t * s.width + d;
+          const float* from = sums.data + 2 * ((b * s.heads + h * group) * parts + n) * size + t * s.width + d;
           total_k += load(from);
           total_v += load(from + size);
         }

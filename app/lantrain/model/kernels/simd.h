@@ -106,6 +106,9 @@ struct Memory {
   ~Memory() { ::operator delete(data, std::align_val_t(64)); }
   Memory(const Memory&) = delete;
   Memory& operator=(const Memory&) = delete;
+  void fill(T value) {
+    for (int64_t i = 0; i < size; i++) data[i] = value;
+  }
   const int64_t size;
   T* const data;
 };
