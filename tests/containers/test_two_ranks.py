@@ -10,6 +10,7 @@ import ipaddress
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 import docker
@@ -94,8 +95,15 @@ def own_address(node: engine.Node) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(image: str, prepared: str, tmp_path_factory: pytest.TempPathFactory) -> RunFigures:
-    engine.finish(host(image, "alone", ALONE, {}, volume=prepared))
+def alone_log(image: str, prepared: str) -> str:
+    """Each line with the time at which it came."""
+    with host(image, "alone", ALONE, {}, volume=prepared) as node:
+        assert node.wait() == 0, node.logs()
+        return str(node.container.logs(timestamps=True).decode())
+
+
+@pytest.fixture(scope="module")
+def alone(alone_log: str, image: str, prepared: str, tmp_path_factory: pytest.TempPathFactory) -> RunFigures:
     return figures(image, prepared, "alone", "1 rank", tmp_path_factory.mktemp("alone"))
 
 
@@ -123,6 +131,17 @@ def together(
             names = own_address(master), own_address(worker)
             codes = master.wait(), worker.wait()
             yield Outcome(codes, master.logs(), worker.logs(), masters, workers, bool(more), names)
+
+
+def test_first_step_comes_within_15_seconds(alone_log: str) -> None:
+    """Nothing is compiled for the first time. An evaluation is done by then, too."""
+    times = {}
+    for what in (" lantrain ", " Step 00000 | Validation", " step 00001/"):
+        (line,) = [line for line in alone_log.splitlines() if what in line[:60]][:1]
+        times[what] = datetime.fromisoformat(f"{line[:26]}+00:00")  # microseconds; the engine gives nanoseconds
+    began, evaluated, ended = times.values()
+    assert began < evaluated < ended
+    assert (ended - began).total_seconds() < 15, alone_log
 
 
 def test_both_ranks_finish(together: Outcome) -> None:
