@@ -94,6 +94,21 @@ def test_bad_shards_end_every_rank_before_step_0(base: Path, spoil: Callable[[Pa
     assert run.metrics == []
 
 
+def test_what_is_left_out_is_counted_and_said(base: Path) -> None:
+    """A shard without rows first, then null, empty and gigantic documents between usable ones; read more than once."""
+    data = base / "base_data_climbmix"
+    pq.write_table(pa.table({"text": pa.array([], pa.string())}), data / "shard_00000.parquet")
+    usable = pq.read_table(data / "shard_00001.parquet")["text"].to_pylist()
+    strange = [None, "", None, "x " * 600_000]
+    pq.write_table(pa.table({"text": strange + usable}), data / "shard_00001.parquet")
+    run = run_ranks(1, base, SHORT, tag="odd").ok()
+    assert "3 shards (2 train, 1 validation), 1,804 documents" in run.log
+    assert "1 without rows passed over: shard_00000.parquet" in run.log
+    epochs = run.metrics[-1]["epoch"]
+    counts = f"{2 * epochs} null, {epochs} empty, {epochs} cut to 1,000,000 characters"
+    assert f"Documents left out: {counts}" in run.log
+
+
 def test_no_usable_document_ends_the_run(base: Path) -> None:
     for index in range(2):
         pq.write_table(pa.table({"text": ["", None, ""]}), base / f"base_data_climbmix/shard_{index:05d}.parquet")

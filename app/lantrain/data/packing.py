@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from lantrain.data.documents import SKIP_REASONS, Cursor, DocumentReader
+from lantrain.data.documents import MAX_CHARS, SKIP_REASONS, Cursor, DocumentReader
 from lantrain.data.shards import Shard, fingerprint
 from lantrain.data.tokenizer import Tokenizer
 from lantrain.errors import UserError
@@ -39,6 +39,12 @@ class StreamState:
     scalars: dict[str, int | str]
     keys: list[int]
     documents: dict[int, np.ndarray]
+
+    def left_out(self) -> str:
+        """What was read so far and not trained on, in words; empty when that is nothing."""
+        words = {"null": "null", "empty": "empty", "not_utf8": "not UTF-8", "cut": f"cut to {MAX_CHARS:,} characters"}
+        counts = {reason: int(self.scalars[f"skipped_{reason}"]) for reason in SKIP_REASONS}
+        return ", ".join(f"{count:,} {words[reason]}" for reason, count in counts.items() if count)
 
     def to_dict(self) -> dict[str, Any]:
         """Ints, strings and tensors, for torch.save and `torch.load(weights_only=True)`.

@@ -443,6 +443,8 @@ class Loop:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         self._say(f"Peak memory usage: {peak:.2f}MiB")
         self._say(f"Total training time: {self.progress.total_seconds / 60:.2f}m")
+        if self.last is not None and (left_out := self.last.state.left_out()):
+            self._say(f"Documents left out: {left_out}")
         if self.progress.val_bpb is not None:
             self._say(f"Minimum validation bpb: {self.progress.min_val_bpb:.6f}")
         share, hours = self.progress.effective_share(time.time())

@@ -60,6 +60,7 @@ class _LeaderFiles:
 
 def _open_leader_files(config: Config) -> _LeaderFiles:
     shards = open_shards(paths.data_dir())
+    print(f"shards in {paths.data_dir()}: {shards.summary()}", flush=True)
     tokenizer = Tokenizer.load(paths.tokenizer_dir())
     folder = paths.checkpoint_dir(config.tag)
     checkpoint.prepare_folder(folder)
