@@ -20,6 +20,8 @@ CONTENDED, QUIET = 0.15, 0.05
 
 One busy program beside two threads on two cores: 0.5 to 0.9 however they wait. A quiet machine: 0.00 to 0.03."""
 INTERVAL_SECONDS = 1.0
+QUIET_LOOKS = 5
+"""Quiet seconds one after the other until threads spin again: a desktop's programs come and go."""
 SETTINGS = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 
 
@@ -77,6 +79,7 @@ class Waiting:
         cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
         self._size = max(2, cpus - threads + 2)  # of teams that are more than the CPUs together
         self._team: SleepingTeam | None = None
+        self._quiet_looks, self._told = 0, False
         self._since, self._before = time.monotonic(), delays()
 
     @property
@@ -85,24 +88,26 @@ class Waiting:
         return self._team is not None
 
     def observe(self) -> str | None:
-        """Look again, a second after the last time at the earliest. Returns a line for the log after a change."""
+        """Look again, a second after the last time at the earliest. Returns a line for the log the first time."""
         elapsed = time.monotonic() - self._since
         if self._library is None or elapsed < INTERVAL_SECONDS:
             return None
         now = delays()
         share = sum(ns - self._before.get(thread, 0) for thread, ns in now.items()) / 1e9 / elapsed
         self._since, self._before = time.monotonic(), now
-        return self.decide(share)
+        self.decide(share)
+        if self._told or not self.asleep:
+            return None
+        self._told = True
+        return f"other programs want the cores ({share:.0%} of one waited for): threads wait asleep while that is so"
 
-    def decide(self, share: float) -> str | None:
-        """Spin or sleep, by the seconds a second that threads waited for a core."""
+    def decide(self, share: float) -> None:
+        """Spin or sleep, by the seconds a second that threads waited for a core since the last look."""
+        self._quiet_looks = self._quiet_looks + 1 if share < QUIET else 0
         if self._team is None and share > CONTENDED and self._library is not None:
             self._team = SleepingTeam(self._library, self._size)
-            return f"other programs want the cores ({share:.0%} of a core waited for): threads wait asleep from now on"
-        if self._team is not None and share < QUIET:
+        elif self._quiet_looks >= QUIET_LOOKS:
             self.close()
-            return "the cores are free again: threads spin while they wait"
-        return None
 
     def close(self) -> None:
         """Spin from now on."""

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 import torch  # noqa: F401  (it brings the OpenMP that is asked for)
 
-from lantrain.cluster.waiting import CONTENDED, QUIET, Waiting, delays, openmp
+from lantrain.cluster import waiting as waiting_module
+from lantrain.cluster.waiting import CONTENDED, QUIET, QUIET_LOOKS, SETTINGS, Waiting, delays, openmp
 
 APP = Path(__file__).resolve().parents[3] / "app"
 SPUN = """
@@ -36,9 +37,13 @@ def spun():
 
 waiting = Waiting(2)
 awake = spun()
-assert waiting.decide(0.5) and waiting.asleep
+waiting.decide(0.5)
+assert waiting.asleep
 asleep = spun()
-assert waiting.decide(0.0) and not waiting.asleep
+for _ in range(5):
+    assert waiting.asleep
+    waiting.decide(0.0)
+assert not waiting.asleep
 print(awake, asleep, spun())
 """
 
@@ -68,27 +73,52 @@ def test_threads_spin_until_the_cores_are_wanted_and_again_when_they_are_free() 
     assert asleep < again / 2
 
 
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No policy in the environment."""
+    for name in SETTINGS:
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("free")
 def test_one_thread_and_the_environments_policy_are_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    assert Waiting(1).decide(0.9) is None
-    monkeypatch.setenv("GOMP_SPINCOUNT", "1000")
-    assert Waiting(2).decide(0.9) is None
+    for threads, setting in ((1, ""), (2, "1000")):
+        monkeypatch.setenv("GOMP_SPINCOUNT", setting)
+        waiting = Waiting(threads)
+        waiting.decide(0.9)
+        assert not waiting.asleep
 
 
 @pytest.mark.skipif(openmp() is None, reason="torch brings no GNU OpenMP here")
-def test_a_little_waiting_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.delenv("GOMP_SPINCOUNT", raising=False)
-    waiting = Waiting(2)
-    between = (CONTENDED + QUIET) / 2
-    assert waiting.decide(between) is None
+@pytest.mark.usefixtures("free")
+def test_a_little_waiting_changes_nothing() -> None:
+    waiting, between = Waiting(2), (CONTENDED + QUIET) / 2
+    waiting.decide(between)
     assert not waiting.asleep
-    assert waiting.observe() is None  # a second has not passed
-    line = waiting.decide(CONTENDED + 0.01)
-    assert line is not None
-    assert "asleep" in line
-    assert waiting.decide(between) is None
+    waiting.decide(CONTENDED + 0.01)
+    assert waiting.asleep
+    for share in [0.0] * (QUIET_LOOKS - 1) + [between] + [0.0] * (QUIET_LOOKS - 1):
+        waiting.decide(share)
+        assert waiting.asleep, "it was not quiet for so long"
+    waiting.decide(0.0)
+    assert not waiting.asleep
+
+
+@pytest.mark.skipif(openmp() is None, reason="torch brings no GNU OpenMP here")
+@pytest.mark.usefixtures("free")
+def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, waited = [100.0], [0]
+    monkeypatch.setattr(waiting_module, "delays", lambda: {"1": waited[0]})
+    monkeypatch.setattr(waiting_module.time, "monotonic", lambda: clock[0])
+    waiting = Waiting(2)
+    lines = []
+    for seconds, share in ((0.5, 1.0), (0.5, 0.6), *[(2.0, 0.0)] * QUIET_LOOKS, (1.0, 0.6)):
+        clock[0] += seconds
+        waited[0] += int(seconds * share * 1e9)
+        lines.append(waiting.observe())
     assert waiting.asleep
     waiting.close()
-    assert not waiting.asleep
+    assert lines[0] is None, "too soon"
+    assert lines[1] is not None
+    assert "80%" in lines[1]
+    assert lines[2:] == [None] * (QUIET_LOOKS + 1)
