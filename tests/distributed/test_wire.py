@@ -6,6 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,11 @@ import torch
 
 from lantrain.cluster.group import Ranks
 from lantrain.model.embedding import EmbeddingRows
+from lantrain.optim import wire
+from lantrain.optim.groups import parameter_groups
 from lantrain.optim.owners import Piece
-from lantrain.optim.wire import Parcel, make_buckets
+from lantrain.optim.sharded import ShardedOptimizer
+from lantrain.optim.wire import BUCKET_ELEMENTS, Parcel, make_buckets
 from tests.distributed.ranks import TINY, run_ranks, together
 from tests.distributed.test_sharded import SCHEDULE, _add_gradients, _mine, _model, _optimizer, _train
 
@@ -42,8 +46,9 @@ def test_a_parcel_gives_back_what_was_packed() -> None:
 
 
 def test_a_parameter_is_in_one_bucket_and_scalars_come_last() -> None:
-    head = [Piece("head", 0, i, i + 1, 2**21, 1.0, True) for i in range(5)]
-    rest = [_piece("late", 2**22, True), _piece("scalar", 1, False), _piece("early", 2**21, True)]
+    large = BUCKET_ELEMENTS // 2
+    head = [Piece("head", 0, i, i + 1, large, 1.0, True) for i in range(5)]
+    rest = [_piece("late", 2 * large, True), _piece("scalar", 1, False), _piece("early", large, True)]
     owned = [[*head[:3], rest[1]], [*head[3:], rest[0], rest[2]]]
     buckets = make_buckets(owned, ["head", "early", "late", "scalar"])
     names = [{piece.name for owner in bucket for piece in owner} for bucket in buckets]
@@ -104,6 +109,37 @@ def test_sending_within_the_backward_pass_changes_no_bit() -> None:
     for names, _ in early:
         for name, tensor in names.items():
             assert torch.equal(tensor, late[0][0][name]), name
+
+
+def _late_steps(ranks: Ranks, late: set[str], dtype: torch.dtype) -> Any:
+    """Three steps whose passes read the weights through the optimizer's casts; how many exchanges were under way."""
+    wire.BUCKET_ELEMENTS = 2**12  # here alone, in a process of the test: the head has a bucket of its own
+    model = _model()
+    tables = set(model.embedding_tables())
+    params = dict(model.named_parameters())
+    optimizer = ShardedOptimizer(params, parameter_groups(model), tables, ranks, wire_dtype=dtype, late=late)
+    on_their_way = []
+    for step in range(3):
+        data = torch.randint(0, 200, (1, 17), generator=torch.Generator().manual_seed(10 * step + ranks.rank))
+        rows = EmbeddingRows.gather(model.embedding_tables(), data[:, :-1], 200)
+        rows = replace(rows, casts=optimizer.casts())
+        on_their_way.append(len(optimizer._on_their_way))
+        model.loss(data[:, :-1], data[:, 1:], scale=1 / 48, rows=rows).backward()
+        optimizer.step(rows, **SCHEDULE)
+    optimizer.finish()
+    return {name: t.detach() for name, t in model.named_parameters()}, on_their_way, optimizer.waited
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_weights_that_arrive_during_the_next_forward_pass_change_no_bit(dtype: torch.dtype) -> None:
+    plain = together(3, partial(_late_steps, late=set(), dtype=dtype))
+    early = together(3, partial(_late_steps, late={"lm_head.weight"}, dtype=dtype))
+    assert [on_their_way for _, on_their_way, _ in plain] == [[0, 0, 0]] * 3
+    assert [on_their_way for _, on_their_way, _ in early] == [[0, 1, 1]] * 3, "the head's bucket, from the second step"
+    for names, _, waited in early:
+        assert waited > 0
+        for name, tensor in names.items():
+            assert torch.equal(tensor, plain[0][0][name]), name
 
 
 def _skip(ranks: Ranks) -> Any:

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lantrain.cluster.exchange import start_exchange
 from lantrain.cluster.group import Ranks, broadcast_json
 from lantrain.errors import WRONG_NUMBERS_EXIT, UserError
-from lantrain.model.embedding import EmbeddingRows
+from lantrain.model.embedding import EmbeddingRows, WeightCasts
 from lantrain.optim.groups import ParamGroup
 from lantrain.optim.quantise import BLOCK, dequantise, packed_bytes, quantise
 from lantrain.optim.sharded import ShardedOptimizer
@@ -115,6 +115,13 @@ class LocalSteps:
         """Drop this rank's gradients of this step. Not collective."""
         for param in self.params.values():
             param.grad = None
+
+    def finish(self) -> None:
+        """Nothing: no weights are on their way after a step."""
+
+    def casts(self) -> WeightCasts:
+        """Weights in the compute dtype for the next forward passes."""
+        return self.inner.casts()
 
     @property
     def waited(self) -> float:

@@ -1,19 +1,20 @@
 """Muon and AdamW with owners: each tensor's optimizer state lives on one rank, for any number of ranks.
 
 A step sends every gradient to its owner, who sums, updates, and sends the new weights to all ranks (optim/wire.py).
-Embedding tables are the exception: they are updated alike on every rank (optim/tables.py).
+Embedding tables are the exception: they are updated alike on every rank (optim/tables.py). New weights of `late`
+parameters, the head's, may still travel when the next forward pass begins.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lantrain.cluster.group import Ranks
-from lantrain.model.embedding import EmbeddingRows
+from lantrain.model.embedding import EmbeddingRows, WeightCasts
 from lantrain.optim.adamw import adamw_update
 from lantrain.optim.groups import ParamGroup
 from lantrain.optim.muon import muon_update, second_moment_shape
@@ -35,9 +36,12 @@ class ShardedOptimizer:
         weights: list[float] | None = None,
         muon_dtype: torch.dtype = torch.float32,
         wire_dtype: torch.dtype = torch.float32,
+        late: Collection[str] = (),
     ) -> None:
         """Prepare owners for `params` (by state-dict name); `tables` names the replicated embedding tables.
 
+        late: names of parameters that the forward pass uses last, and reads through `casts` alone. They are updated
+        last, and `step` does not wait for their new weights; whoever reads them otherwise calls `finish` before.
         wire_dtype: of gradients and weights while they travel, float32 or bfloat16. With bfloat16 the large parameters
         are rounded here, on every rank alike, and their owners keep what they were (`full_weights`).
         """
@@ -64,6 +68,10 @@ class ShardedOptimizer:
             self._round_weights(pieces, narrow)
         self._pending: list[Callable[[], dict[Piece, Tensor]]] = []
         self._final, self._missing = False, self._names_by_bucket()
+        self._late = {id(self.params[name]) for name in late}
+        late_buckets = [names <= set(late) for names in self._names_by_bucket()]
+        self._order = sorted(enumerate(late_buckets), key=lambda pair: pair[1])
+        self._on_their_way: list[Callable[[], Iterator[tuple[Piece, Tensor]]]] = []
         if ranks.world > 1:
             for name in {piece.name for piece in pieces}:
                 self.params[name].register_post_accumulate_grad_hook(lambda _, name=name: self._arrived(name))
@@ -152,23 +160,41 @@ class ShardedOptimizer:
         Reads `.grad` of the parameters and of `rows` (None on a rank that had no rows this step), and clears the
         former. Collective: every rank calls it.
         """
+        self.finish()
         self.steps += 1
         self.send_gradients()
         touched = self.tables.send_rows(rows)
         returning: list[Callable[[], Iterator[tuple[Piece, Tensor]]]] = []
-        for bucket, arrived in enumerate(self._pending):
-            for piece, gradient in arrived().items():
+        for bucket, late in self._order:
+            for piece, gradient in self._pending[bucket]().items():
                 self._update(piece, gradient, lr_multiplier, muon_momentum, muon_weight_decay)
             # The weights of this bucket travel while the next one is updated.
             if self.ranks.world > 1:
-                returning.append(self.wire.send_weights(bucket, self._weights))
+                (self._on_their_way if late else returning).append(self.wire.send_weights(bucket, self._weights))
         self._pending.clear()
         # The tables are large, and updated alike everywhere: there is time for that while the weights travel.
         self.tables.update(touched(), step=self.steps, lr_multiplier=lr_multiplier)
+        self._take_weights(returning)
+
+    def _take_weights(self, returning: list[Callable[[], Iterator[tuple[Piece, Tensor]]]]) -> None:
         for returned in returning:
             for piece, values in returned():
                 view = self._view(piece)
                 view.copy_(values.view_as(view))
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Wait for the late weights of the last step: from now on all parameters may be read."""
+        self._take_weights(self._on_their_way)
+        self._on_their_way.clear()
+
+    def casts(self) -> WeightCasts:
+        """Weights in the compute dtype for the next forward passes; a late one is waited for when it is asked for."""
+        return _LateCasts(self)
+
+    def is_late(self, weight: Tensor) -> bool:
+        """Whether `step` may not have waited for this parameter's new weights."""
+        return id(weight) in self._late
 
     def _update(self, piece: Piece, gradient: Tensor, lr_multiplier: float, momentum: float, decay: float) -> None:
         group, weights = self.groups[piece.group], self._weights(piece)
@@ -192,6 +218,7 @@ class ShardedOptimizer:
 
     def full_weights(self) -> dict[str, Tensor]:
         """The fp32 weights of the parameters that are rounded on the ranks, whole, on the leader. Collective."""
+        self.finish()
         whole: dict[str, Tensor] = {}
         for owner, owned in enumerate(self.owned):
             for piece in owned:
@@ -283,3 +310,16 @@ class ShardedOptimizer:
                 raise ValueError(f"optimizer state lacks {key}")
             if tuple(state[key].shape) != tuple(shape):
                 raise ValueError(f"optimizer state {key} has shape {tuple(state[key].shape)}, the model {tuple(shape)}")
+
+
+class _LateCasts(WeightCasts):
+    """The casts of a step, which wait for late weights at their first use."""
+
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
+        super().__init__()
+        self._optimizer = optimizer
+
+    def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
+        if self._optimizer.is_late(weight):
+            self._optimizer.finish()
+        return super().of(weight, dtype)

@@ -9,6 +9,7 @@ import resource
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -213,13 +214,14 @@ class Loop:
 
     def _check_replicas(self, step: int) -> None:
         if step % REPLICA_CHECK_EVERY == 0:
+            self.setup.optimizer.finish()
             check_replicas(dict(self.model.named_parameters()), self.ranks, step)
 
     def _train_step(self, batch: Batch, step: int, stop: StopSignal) -> int:
         """One optimizer step on every rank; returns the number of a stop signal that any rank has received."""
-        started = time.perf_counter()
+        started, waited = time.perf_counter(), self.setup.optimizer.waited
         loss, rows = self._forward_backward(batch)
-        computed = time.perf_counter() - started
+        computed = time.perf_counter() - started - (self.setup.optimizer.waited - waited)
         # The update of the step before: that of this one is still to come, and the next shares need a figure now.
         mine = Spent(len(batch.rows), computed, self.update_seconds)
         loss, signal_number, self.save_asked = self._exchange_loss(loss, stop.number, step, mine)
@@ -251,6 +253,7 @@ class Loop:
             return 0.0, None
         inputs, targets = batch.rows[:, :-1].contiguous(), batch.rows[:, 1:].contiguous()
         rows = EmbeddingRows.gather(self.model.embedding_tables(), inputs, self.plan.model.vocab_size)
+        rows = replace(rows, casts=optimizer.casts())
         total, start = 0.0, 0
         for size in micro_batches(len(inputs), self.args.device_batch_size):
             micro = slice(start, start + size)
@@ -364,6 +367,7 @@ class Loop:
                 self.metrics.add(step=step, val_bpb=bpb, time=time.time())
         if self.ranks.leader and args.sample_every > 0 and step > 0 and (last or step % args.sample_every == 0):
             assert self.setup.tokenizer is not None
+            self.setup.optimizer.finish()
             for prompt in PROMPTS:
                 if self.stop.number:
                     break
@@ -376,6 +380,7 @@ class Loop:
             self._save(step, final=False)
 
     def _evaluate(self, step: int) -> float:
+        self.setup.optimizer.finish()
         per_step, steps = self._evaluation_batches()
         source = FixedRows(self.validation, per_step) if self.ranks.leader else None
         feed = Feed(source, self.ranks, self.args.max_seq_len, self.wide, 0, tag=1)
@@ -410,6 +415,7 @@ class Loop:
             return
         beacon.tell("save", step)
         began = time.monotonic()
+        self.setup.optimizer.finish()
         check_replicas(dict(self.model.named_parameters()), self.ranks, step)
         optimizer_state, weights = self.setup.optimizer.full_state(), self.setup.optimizer.full_weights()
         if not self.ranks.leader:

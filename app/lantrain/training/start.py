@@ -237,7 +237,7 @@ def make_optimizer(
     return ShardedOptimizer(
         dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
         weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
-        wire_dtype=wire_dtype,
+        wire_dtype=wire_dtype, late={"lm_head.weight"},
     )  # fmt: skip
 
 
