@@ -5,7 +5,7 @@
 #include <cstring>
 #include <new>
 
-#if defined(__AVX512BF16__)
+#if defined(__AVX512F__)
 #include <immintrin.h>
 #endif
 
@@ -125,9 +125,14 @@ inline float sum_of(vf x) {
   return total;
 }
 
+// Not-a-number stays one.
 inline vf clamp(vf x, float low, float high) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_min_ps(_mm512_set1_ps(high), _mm512_max_ps(_mm512_set1_ps(low), (__m512)x));
+#else
   x = x < low ? splat(low) : x;
   return x > high ? splat(high) : x;
+#endif
 }
 
 // e^x to 2 ulp for |x| <= 87; beyond that clamp first. Polynomial of Cephes' expf. Not-a-number stays one.
