@@ -3,6 +3,7 @@
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 from pathlib import Path
@@ -232,7 +233,7 @@ def test_whole_model_in_float32(library):
 
 
 def test_whole_model_in_bfloat16(library, monkeypatch):
-    """At most the error of PyTorch's own operators in bfloat16, and a tenth on top; the loss within 2e-4 of float32."""
+    """At most the error of PyTorch's own operators in bfloat16, and a tenth on top."""
     model, loss, idx, targets = model_loss(torch.bfloat16, CONFIG)
     weights = double_weights(model)
     expected = reference_loss(weights, CONFIG, idx, targets) / int((targets != -1).sum())
@@ -244,7 +245,25 @@ def test_whole_model_in_bfloat16(library, monkeypatch):
     )
     assert ours[len(ours) // 2] <= 1.1 * theirs[len(theirs) // 2]
     assert ours[-1] <= 1.5 * theirs[-1]
-    assert abs(loss - expected.item()) < 2e-4
+
+
+def test_the_loss_in_bfloat16_has_no_bias(library):
+    """Within 2e-4 of double, or within what rounding leaves of the mean over 64 rows: one row is off by up to 2e-3, with
+    PyTorch's own operators as well.
+    """
+    model = trained_looking(CONFIG, torch.bfloat16)
+    weights = double_weights(model)
+    idx, targets = batch(CONFIG, rows=64)
+    errors = []
+    with torch.no_grad():
+        for i in range(len(idx)):
+            row, target = idx[i : i + 1], targets[i : i + 1]
+            scale = 1 / int((target != -1).sum())
+            loss = model.loss(row, target, scale=scale).item()
+            errors.append(loss - scale * reference_loss(weights, CONFIG, row, target).item())
+    mean, spread = statistics.mean(errors), statistics.stdev(errors)
+    assert abs(mean) < max(2e-4, 3 * spread / len(errors) ** 0.5), spread
+    assert spread < 2e-3
 
 
 def test_the_twins_agree_with_the_libraries_switched_off(monkeypatch):
@@ -256,7 +275,11 @@ def test_the_twins_agree_with_the_libraries_switched_off(monkeypatch):
     assert loss == pytest.approx(expected.item(), abs=1e-5)
 
 
+AMX = ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_tile", "amx_bf16")
 CHOICES = [  # torch's capability, what the CPU has, setting, what is chosen
+    ("AVX512", AMX, "", "v4amx"),
+    ("AVX512", AMX, "v4bf16", "v4bf16"),
+    ("AVX2", AMX, "", "v3"),
     ("AVX512", ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"), "", "v4bf16"),
     ("AVX512", ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"), "", "v4"),
     ("AVX512", ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"), "v4bf16", None),
@@ -270,13 +293,16 @@ CHOICES = [  # torch's capability, what the CPU has, setting, what is chosen
 
 @pytest.mark.parametrize(("capability", "has", "setting", "expected"), CHOICES)
 def test_choice_by_the_cpu(monkeypatch, tmp_path, capability, has, setting, expected):
-    for name in ("v3", "v4", "v4bf16"):
+    for name in ("v3", "v4", "v4bf16", "v4amx"):
         (tmp_path / f"lantrain-{name}.so").touch()
     monkeypatch.setattr(platform, "machine", lambda: "x86_64")
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(has, True))
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)
+    monkeypatch.setattr(kernels_module, "tiles_permitted", lambda: True)
     name, reason = choose(setting, tmp_path)
     assert name == expected, reason
+    monkeypatch.setattr(kernels_module, "tiles_permitted", lambda: False)
+    assert choose(setting, tmp_path)[0] == ("v4bf16" if expected == "v4amx" else expected)
 
 
 def test_choice_where_nothing_was_built(monkeypatch, tmp_path):
@@ -345,6 +371,18 @@ def test_build_makes_every_library_of_this_architecture(tmp_path):
     for path in built:
         if path.stem.removeprefix("lantrain-") in runnable():
             kernels_module.load(path, "test")
+
+
+def test_build_leaves_out_what_the_compiler_does_not_know(tmp_path, monkeypatch, capsys):
+    """GCC 10 knows no AMX, for one."""
+    if build.compiler() is None:
+        pytest.skip("no g++ here")
+    targets = {"v3": build.TARGETS["x86_64"]["v3"], "v9": ["-march=x86-64-v9"]}
+    monkeypatch.setattr(build, "TARGETS", {"x86_64": targets})
+    if platform.machine() != "x86_64":
+        targets.pop("v3")
+    assert [path.name for path in build.build(tmp_path, "x86_64")] == [f"lantrain-{name}.so" for name in targets if name != "v9"]
+    assert "v9" in capsys.readouterr().out
 
 
 def test_build_without_a_compiler(tmp_path, monkeypatch, capsys):

@@ -1,7 +1,7 @@
 """A few operations in C++, each with a twin in PyTorch: which library fits this CPU, and the calls into it.
 
 The libraries (`build.py` compiles them) are plain C interfaces over memory, loaded with ctypes. The CPU's
-instructions, torch's own limit (ATEN_CPU_CAPABILITY) and LANTRAIN_KERNELS (off, v3, v4, v4bf16, neon; default: the best
+instructions, torch's own limit (ATEN_CPU_CAPABILITY) and LANTRAIN_KERNELS (off, v3, v4, v4bf16, v4amx, neon; default: the best
 that this CPU runs) decide which one runs. Without a library the twins do the same work.
 """
 
@@ -20,6 +20,7 @@ from torch import Tensor
 FOLDER = Path(__file__).resolve().parent / "lib"
 SETTING = "LANTRAIN_KERNELS"
 CAPABILITIES = {
+    "v4amx": ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_tile", "amx_bf16"),
     "v4bf16": ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"),
     "v4": ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
     "v3": ("avx2", "fma3"),
@@ -45,7 +46,7 @@ NARROW_SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
     "lantrain_muon_update": [P, P, P, P, I64, I64, P, P, I64, I32],
 }
 """In the libraries for CPUs that multiply bfloat16 alone."""
-NARROW = ("v4bf16",)
+NARROW = ("v4amx", "v4bf16")
 
 
 @dataclass(frozen=True)
@@ -70,9 +71,23 @@ def runnable() -> list[str]:
     has = torch.cpu.get_capabilities()
     level = torch.backends.cpu.get_cpu_capability()  # what ATEN_CPU_CAPABILITY left: DEFAULT, AVX2, AVX512
     names = [name for name, needs in CAPABILITIES.items() if needs and all(has.get(need, False) for need in needs)]
+    if "v4amx" in names and not tiles_permitted():
+        names.remove("v4amx")
     if level != "AVX512":
         names = [name for name in names if not name.startswith("v4")]
     return names if level != "DEFAULT" else []
+
+
+@lru_cache
+def tiles_permitted() -> bool:
+    """Whether the system lets this process use AMX's tile registers, which Linux gives on demand and for good.
+
+    arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILE_DATA), Linux 5.16 and later (Documentation/arch/x86/xstate.rst).
+    """
+    if platform.system() != "Linux":
+        return False
+    arch_prctl, request, tile_data = 158, 0x1023, 18
+    return ctypes.CDLL(None).syscall(arch_prctl, request, tile_data) == 0
 
 
 def choose(setting: str, folder: Path = FOLDER) -> tuple[str | None, str]:

@@ -9,7 +9,8 @@
 
 namespace {
 
-constexpr int64_t QUERIES = 48;      // of a block: whole tiles of 6 and of 8 rows
+template <class P>
+constexpr int64_t QUERIES = P::STEP > 1 ? 128 : 48;  // of a block: whole tiles of 6, 8 and 32 rows
 constexpr int64_t CHUNK_KEYS = 512;  // a block's scores, and the keys and values of a chunk, stay in the L2 cache
 
 struct Shape {
@@ -44,20 +45,27 @@ inline Range visible(const Shape& s, int64_t first_query, int64_t queries, Range
   return {std::max(first, within.first), std::min(last, within.last)};
 }
 
-// A block of queries: tiles of rows, each with its own visible keys.
+// A block of queries: tiles of rows, each with its own visible keys. Tiles are whole where their products need it.
+template <class P>
 struct Block {
-  int64_t first, count;
-  int rows(int64_t i) const { return int(std::min<int64_t>(TILE_ROWS, count - i)); }
-  Range keys(const Shape& s, int64_t i, Range within) const { return visible(s, first + i, rows(i), within); }
+  Block(int64_t first, int64_t left) : first(first), count(std::min(QUERIES<P>, left)) {}
+  int rows(int64_t i) const { return int(std::min<int64_t>(P::ROWS, count - i)); }
+  int64_t padded() const { return P::STEP > 1 ? round_up(count, P::ROWS) : count; }
+  // Those that row i's tile sees.
+  Range keys(const Shape& s, int64_t i, Range within) const {
+    i = i / P::ROWS * P::ROWS;
+    return visible(s, first + i, rows(i), within);
+  }
+  const int64_t first, count;
 };
 
 // scores (block, chunk) = left (block, width) times the packed transposed right; only panels that a tile sees.
 template <class P>
-void products_with_keys(const Block& block, const typename P::unit* left, const typename P::unit* right, const Shape& s,
+void products_with_keys(const Block<P>& block, const typename P::unit* left, const typename P::unit* right, const Shape& s,
                         Range chunk, float* scores, int64_t ld) {
   const int64_t units = s.width / P::PAIR;
   for (int64_t j = chunk.first; j < chunk.last; j += PANEL)
-    for (int64_t i = 0; i < block.count; i += TILE_ROWS) {
+    for (int64_t i = 0; i < block.count; i += P::ROWS) {
       const Range seen = block.keys(s, i, chunk);
       if (j < seen.first || j >= seen.last) continue;
       tile_of<P>(block.rows(i), units, left + i * units, units, 1, right + j * units, scores + i * ld + (j - chunk.first),
@@ -67,11 +75,11 @@ void products_with_keys(const Block& block, const typename P::unit* left, const 
 
 // out (block, width) += weights (block, chunk) times the packed rows of keys or values.
 template <class P>
-void sum_over_keys(const Block& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
+void sum_over_keys(const Block<P>& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
                    Range chunk, int64_t ld, float* out) {
   const int64_t panel_units = s.padded() / P::PAIR * PANEL;
   for (int64_t d = 0; d < s.width; d += PANEL)
-    for (int64_t i = 0; i < block.count; i += TILE_ROWS) {
+    for (int64_t i = 0; i < block.count; i += P::ROWS) {
       const Range seen = block.keys(s, i, chunk);
       if (seen.size() <= 0) continue;
       tile_of<P>(block.rows(i), seen.size() / P::PAIR, weights + (i * ld + seen.first - chunk.first) / P::PAIR,
@@ -81,13 +89,14 @@ void sum_over_keys(const Block& block, const typename P::unit* weights, const ty
 }
 
 // out (keys, width) += transposed weights (chunk, block) times the packed rows of the block's queries or gradients.
-// weights are units of neighbouring queries: (block / PAIR, chunk).
+// weights are units of neighbouring queries: (block / PAIR, chunk), or (chunk, QUERIES / PAIR) for whole tiles.
 template <class P>
-void sum_over_queries(const Block& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
+void sum_over_queries(const Block<P>& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
                       Range chunk, int64_t ld, float* out) {
+  const int64_t along_keys = P::STEP > 1 ? QUERIES<P> / P::PAIR : 1, along_queries = P::STEP > 1 ? 1 : ld;
   for (int64_t j = chunk.first; j < chunk.last; j += PANEL) {
     int64_t first = block.count, last = 0;  // the queries whose tiles see this panel: a run
-    for (int64_t i = 0; i < block.count; i += TILE_ROWS) {
+    for (int64_t i = 0; i < block.count; i += P::ROWS) {
       const Range seen = block.keys(s, i, chunk);
       if (j < seen.first || j >= seen.last) continue;
       first = std::min(first, i);
@@ -95,23 +104,24 @@ void sum_over_queries(const Block& block, const typename P::unit* weights, const
     }
     if (first >= last) continue;
     const int64_t units = (last - first + P::PAIR - 1) / P::PAIR;
-    for (int64_t key = j; key < j + PANEL; key += TILE_ROWS) {
-      const int rows = int(std::min<int64_t>(TILE_ROWS, j + PANEL - key));
+    for (int64_t key = j; key < j + PANEL; key += P::ROWS) {
+      const int rows = int(std::min<int64_t>(P::ROWS, j + PANEL - key));
       for (int64_t d = 0; d < s.width; d += PANEL)
-        tile_of<P>(rows, units, weights + first / P::PAIR * ld + (key - chunk.first), 1, ld,
-                   right + d / PANEL * (QUERIES / P::PAIR * PANEL) + first / P::PAIR * PANEL, out + key * s.width + d,
+        tile_of<P>(rows, units, weights + first / P::PAIR * along_queries + (key - chunk.first) * along_keys, along_keys,
+                   along_queries, right + d / PANEL * (QUERIES<P> / P::PAIR * PANEL) + first / P::PAIR * PANEL, out + key * s.width + d,
                    s.width, true);
     }
   }
 }
 
 // Scores become e^(scale * score) * factor of the row, zero where invisible; the rows' sums are added to `sums`.
-inline void exponentials(const Block& block, const Shape& s, Range chunk, float* scores, int64_t ld, float scale,
+template <class P>
+inline void exponentials(const Block<P>& block, const Shape& s, Range chunk, float* scores, int64_t ld, float scale,
                          const float* factors, float* sums) {
   const vf lanes = lane_numbers();
   for (int64_t i = 0; i < block.count; i++) {
     const int64_t query = block.first + i;
-    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    const Range seen = block.keys(s, i, chunk);
     const float factor = factors ? factors[i] : 1.f;
     vf total = {};
     for (int64_t j = seen.first; j < seen.last; j += LANES) {
@@ -129,21 +139,24 @@ inline void exponentials(const Block& block, const Shape& s, Range chunk, float*
 }
 
 // slopes = weights * (slopes - delta of the row) * scale: the gradient of the scores before their scale.
-inline void score_gradients(const Block& block, const Shape& s, Range chunk, const float* weights, float* slopes,
+template <class P>
+inline void score_gradients(const Block<P>& block, const Shape& s, Range chunk, const float* weights, float* slopes,
                             int64_t ld, const float* deltas, float scale) {
   for (int64_t i = 0; i < block.count; i++) {
-    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    const Range seen = block.keys(s, i, chunk);
     for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES)
       store(slopes + i * ld + j, load(weights + i * ld + j) * (load(slopes + i * ld + j) - deltas[i]) * scale);
   }
 }
 
 // Units along the keys: floats as they are, pairs of bfloat16 written to `out`.
-inline const float* units_of_keys(const Block&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
-inline const uint32_t* units_of_keys(const Block& block, const Shape& s, Range chunk, const float* x, int64_t ld,
+template <class P>
+inline const float* units_of_keys(const Block<P>&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
+template <class P>
+inline const uint32_t* units_of_keys(const Block<P>& block, const Shape& s, Range chunk, const float* x, int64_t ld,
                                      uint32_t* out) {
   for (int64_t i = 0; i < block.count; i++) {
-    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
+    const Range seen = block.keys(s, i, chunk);
     bf16* row = reinterpret_cast<bf16*>(out + i * ld / 2);
     for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES)
       store(row + j, load(x + i * ld + j));
@@ -152,16 +165,30 @@ inline const uint32_t* units_of_keys(const Block& block, const Shape& s, Range c
 }
 
 // Units along the queries: floats as they are, pairs of rows written to `out`; an odd last row is paired with zeros.
-inline const float* units_of_queries(const Block&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
-inline const uint32_t* units_of_queries(const Block& block, const Shape& s, Range chunk, const float* x, int64_t ld,
+template <class P>
+inline const float* units_of_queries(const Block<P>&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
+template <class P>
+inline const uint32_t* units_of_queries(const Block<P>& block, const Shape& s, Range chunk, const float* x, int64_t ld,
                                         uint32_t* out) {
-  for (int64_t i = 0; i < block.count; i += 2) {  // both rows are of one tile: TILE_ROWS is even
-    const Range seen = block.keys(s, i / TILE_ROWS * TILE_ROWS, chunk);
-    const bool pair = i + 1 < block.count;
+  auto pair_of_rows = [&](int64_t i, int64_t j) {
+    const vu low = __builtin_convertvector(narrowed(load(x + i * ld + j)), vu);
+    const vu high = i + 1 < block.padded() ? __builtin_convertvector(narrowed(load(x + (i + 1) * ld + j)), vu) : vu{};
+    return low | high << 16;
+  };
+  for (int64_t i = 0; i < block.padded(); i += P::STEP * 2) {  // rows of one tile
+    const Range seen = block.keys(s, i, chunk);
     for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES) {
-      const vu low = __builtin_convertvector(narrowed(load(x + i * ld + j)), vu);
-      const vu high = pair ? __builtin_convertvector(narrowed(load(x + (i + 1) * ld + j)), vu) : vu{};
-      *reinterpret_cast<vu_mem*>(out + i / 2 * ld + j) = low | high << 16;
+      if constexpr (P::STEP == 1) {
+        *reinterpret_cast<vu_mem*>(out + i / 2 * ld + j) = pair_of_rows(i, j);
+      } else {
+        vu units[LANES];
+        static_assert(P::STEP == LANES);
+#pragma GCC unroll 16
+        for (int r = 0; r < LANES; r++) units[r] = pair_of_rows(i + 2 * r, j);
+        transpose(units);
+        for (int r = 0; r < LANES; r++)
+          *reinterpret_cast<vu_mem*>(out + (j + r) * (QUERIES<P> / 2) + i / 2) = units[r];
+      }
     }
   }
   return out;
@@ -179,9 +206,10 @@ void forward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, 
   typedef typename P::unit unit;
   const int64_t padded = s.padded(), head_units = padded * s.width / P::PAIR;
   Memory<unit> keys(s.batch * s.kv_heads * head_units), values(keys.size);
-  const int64_t blocks = (s.length + QUERIES - 1) / QUERIES, heads = s.batch * s.heads;
+  const int64_t blocks = (s.length + QUERIES<P> - 1) / QUERIES<P>, heads = s.batch * s.heads;
 #pragma omp parallel num_threads(threads)
   {
+    [[maybe_unused]] typename P::Session session;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < s.batch * s.kv_heads; n++) {
       const int64_t b = n / s.kv_heads, h = n % s.kv_heads;
@@ -189,15 +217,15 @@ void forward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, 
       pack_rows<P>(v.at(b, h), v.step(), s.length, padded, s.width, values.data + n * head_units);
     }
     const int64_t ld = std::min(padded, CHUNK_KEYS);
-    Memory<float> scores(QUERIES * ld), result(QUERIES * s.width), sums(QUERIES);
-    Memory<unit> queries(QUERIES * s.width), weights(scores.size);
+    Memory<float> scores(QUERIES<P> * ld), result(QUERIES<P> * s.width), sums(QUERIES<P>);
+    Memory<unit> queries(QUERIES<P> * s.width), weights(scores.size);
 #pragma omp for schedule(dynamic)
     for (int64_t n = 0; n < heads * blocks; n++) {
       // The last blocks see most keys: they come first, so that the threads end together.
-      const int64_t first = (blocks - 1 - n / heads) * QUERIES, b = n % heads / s.heads, h = n % s.heads;
+      const int64_t first = (blocks - 1 - n / heads) * QUERIES<P>, b = n % heads / s.heads, h = n % s.heads;
       const int64_t kv = (b * s.kv_heads + h / (s.heads / s.kv_heads)) * head_units;
-      const Block block{first, std::min(QUERIES, s.length - first)};
-      pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, queries.data);
+      const Block<P> block(first, s.length - first);
+      pack_units<P>(q.at(b, h, first), q.step(), block.count, block.padded(), s.width, queries.data);
       sums.fill(0);
       result.fill(0);
       const Range all = visible(s, first, block.count, {0, padded});
@@ -224,7 +252,7 @@ template <class P>
 struct Scratch {
   typedef typename P::unit unit;
   explicit Scratch(int64_t ld, int64_t width)
-      : weights(QUERIES * ld), slopes(weights.size), deltas(QUERIES), grad_q(QUERIES * width), left(grad_q.size),
+      : weights(QUERIES<P> * ld), slopes(weights.size), deltas(QUERIES<P>), grad_q(QUERIES<P> * width), left(grad_q.size),
         left_grad(left.size), rows(left.size), rows_grad(left.size), by_key(P::PAIR == 2 ? weights.size : 0),
         by_query(by_key.size) {}
   Memory<float> weights, slopes, deltas, grad_q;
@@ -236,13 +264,14 @@ void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v,
               const float* inverse_sums, View<T> grad_q, View<T> grad_k, View<T> grad_v, float scale, int threads) {
   typedef typename P::unit unit;
   const int64_t padded = s.padded(), head_units = padded * s.width / P::PAIR, group = s.heads / s.kv_heads;
-  const int64_t blocks = (s.length + QUERIES - 1) / QUERIES, heads = s.batch * s.heads;
+  const int64_t blocks = (s.length + QUERIES<P> - 1) / QUERIES<P>, heads = s.batch * s.heads;
   // Gradients of keys and values are summed over the queries: each part of the queries of a head has its own sums.
   const int64_t parts = std::clamp<int64_t>((2 * threads + heads - 1) / heads, 1, blocks), size = padded * s.width;
   Memory<unit> keys(s.batch * s.kv_heads * head_units), key_rows(keys.size), values(keys.size);
   Memory<float> sums(2 * heads * parts * size);
 #pragma omp parallel num_threads(threads)
   {
+    [[maybe_unused]] typename P::Session session;
 #pragma omp for schedule(static)
     for (int64_t n = 0; n < s.batch * s.kv_heads; n++) {
       const int64_t b = n / s.kv_heads, h = n % s.kv_heads;
@@ -259,12 +288,12 @@ void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v,
       float* sums_k = sums.data + 2 * n * size;
       float* sums_v = sums_k + size;
       std::fill(sums_k, sums_v + size, 0.f);
-      for (int64_t first = n % parts * QUERIES; first < s.length; first += parts * QUERIES) {
-        const Block block{first, std::min(QUERIES, s.length - first)};
-        pack_units<P>(q.at(b, h, first), q.step(), block.count, s.width, x.left.data);
-        pack_units<P>(grad.at(b, h, first), grad.step(), block.count, s.width, x.left_grad.data);
-        pack_rows<P>(q.at(b, h, first), q.step(), block.count, QUERIES, s.width, x.rows.data);
-        pack_rows<P>(grad.at(b, h, first), grad.step(), block.count, QUERIES, s.width, x.rows_grad.data);
+      for (int64_t first = n % parts * QUERIES<P>; first < s.length; first += parts * QUERIES<P>) {
+        const Block<P> block(first, s.length - first);
+        pack_units<P>(q.at(b, h, first), q.step(), block.count, block.padded(), s.width, x.left.data);
+        pack_units<P>(grad.at(b, h, first), grad.step(), block.count, block.padded(), s.width, x.left_grad.data);
+        pack_rows<P>(q.at(b, h, first), q.step(), block.count, QUERIES<P>, s.width, x.rows.data);
+        pack_rows<P>(grad.at(b, h, first), grad.step(), block.count, QUERIES<P>, s.width, x.rows_grad.data);
         for (int64_t i = 0; i < block.count; i++) {
           vf dot = {};
           for (int64_t d = 0; d < s.width; d += LANES)
@@ -326,12 +355,6 @@ void backward_of(const Shape& s, void* const (&x)[8], const int64_t* layouts, co
                  view<const T>(x, layouts, 3), view<const T>(x, layouts, 4), inverse, view<T>(x, layouts, 5),
                  view<T>(x, layouts, 6), view<T>(x, layouts, 7), scale, threads);
 }
-
-#if defined(__AVX512BF16__)
-typedef Bf16Products NarrowProducts;
-#else
-typedef Fp32Products NarrowProducts;  // bfloat16 is widened when it is packed
-#endif
 
 }  // namespace
 

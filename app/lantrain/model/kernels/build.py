@@ -22,6 +22,7 @@ TARGETS = {
         "v3": ["-march=x86-64-v3"],
         "v4": ["-march=x86-64-v4", "-mprefer-vector-width=512"],
         "v4bf16": ["-march=x86-64-v4", "-mavx512bf16", "-mprefer-vector-width=512"],
+        "v4amx": ["-march=x86-64-v4", "-mavx512bf16", "-mamx-tile", "-mamx-bf16", "-mprefer-vector-width=512"],
     },
     "aarch64": {"neon": ["-march=armv8-a"]},
 }
@@ -36,10 +37,16 @@ def compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "g++")
 
 
+def takes(cxx: str, flags: list[str]) -> bool:
+    """Whether the compiler knows these flags."""
+    command = [cxx, *flags, "-x", "c++", "-fsyntax-only", "-"]
+    return subprocess.run(command, stdin=subprocess.DEVNULL, stderr=subprocess.DEVNULL).returncode == 0
+
+
 def build(folder: Path, machine: str | None = None) -> list[Path]:
     """Compile every library of an architecture (default: this one) into `folder`; returns their paths.
 
-    Raises FileNotFoundError without a compiler, subprocess.CalledProcessError when it fails.
+    Those for instructions that the compiler does not know are left out, with a line. Raises FileNotFoundError without a compiler, subprocess.CalledProcessError when it fails.
     """
     cxx = compiler()
     if cxx is None:
@@ -47,6 +54,9 @@ def build(folder: Path, machine: str | None = None) -> list[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     built = []
     for name, flags in TARGETS.get(machine or platform.machine(), {}).items():
+        if not takes(cxx, flags):
+            print(f"kernels: {name} left out: {cxx} does not take {' '.join(flags)} (a newer g++ does)")
+            continue
         path = folder / f"lantrain-{name}.so"
         fresh = path.with_suffix(f".{os.getpid()}.tmp")  # a running trainer keeps the library that it has mapped
         objects = []

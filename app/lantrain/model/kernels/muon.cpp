@@ -10,8 +10,8 @@
 
 namespace {
 
-typedef Bf16Products P;
-constexpr int64_t STRIPE = 64;  // rows of a matrix product that a thread takes at a time
+typedef NarrowProducts P;
+constexpr int64_t STRIPE = 64;   // rows of a matrix product that a thread takes at a time
 constexpr int64_t BLOCK = LANES;
 
 // The matrix as Polar Express sees it, wide: (rows, columns), rows <= columns.
@@ -38,11 +38,11 @@ void multiply(const bf16* left, const uint32_t* right, int64_t m, int64_t k, int
 #pragma omp for schedule(dynamic)
   for (int64_t task = 0; task < n / PANEL * stripes; task++) {
     const int64_t j = task / stripes * PANEL, first = task % stripes * STRIPE;
-    alignas(64) float sums[TILE_ROWS * PANEL];
-    for (int64_t i = first; i < std::min(m, first + STRIPE); i += TILE_ROWS) {
-      if (lower && i + TILE_ROWS <= j) continue;
-      tile<P, TILE_ROWS>(units, rows + i * units, units, 1, right + j * units, sums, PANEL, false);
-      for (int64_t r = 0; r < TILE_ROWS; r++)
+    alignas(64) float sums[P::ROWS * PANEL];
+    for (int64_t i = first; i < std::min(m, first + STRIPE); i += P::ROWS) {
+      if (lower && i + P::ROWS <= j) continue;
+      tile_of<P>(P::ROWS, units, rows + i * units, units, 1, right + j * units, sums, PANEL, false);
+      for (int64_t r = 0; r < P::ROWS; r++)
         for (int64_t c = 0; c < PANEL; c += LANES) {
           const int64_t place = (i + r) * n + j + c;
           store(out + place, finish(load(sums + r * PANEL + c), place));
@@ -212,6 +212,7 @@ LANTRAIN_API void lantrain_polar_express(void* x, int64_t rows, int64_t columns,
   std::copy(data, data + rows * columns, space.x.data);
 #pragma omp parallel num_threads(threads)
   {
+    [[maybe_unused]] P::Session session;
     const bf16* result = iterate(space, s, coefficients, steps);
 #pragma omp single
     std::copy(result, result + rows * columns, data);
@@ -229,6 +230,7 @@ LANTRAIN_API void lantrain_muon_update(float* param, const float* grad, float* a
   std::vector<float> squares(size_t(std::max(rows, columns))), factors(squares.size());
 #pragma omp parallel num_threads(threads)
   {
+    [[maybe_unused]] P::Session session;
     direction(s, grad, average, space.next.data, squares.data());
     equilibrate(s, space.next.data, squares.data(), space.x.data);
     const bf16* result = iterate(space, wide, coefficients, steps);

@@ -2,6 +2,9 @@
 //
 // Operands are made of 32-bit units: one float, or (Bf16Products) two bfloat16 neighbours along the summed axis, which
 // one instruction multiplies and adds into a float. B is packed into panels of PANEL columns: [unit of k][column].
+//
+// A kind of products has ROWS, the rows that a tile computes at a time, STEP, the units of k that it takes at a time, and
+// Session, which lives in a thread as long as it computes tiles.
 #pragma once
 
 #include "simd.h"
@@ -14,7 +17,8 @@ inline int64_t round_up(int64_t x, int64_t unit) { return (x + unit - 1) / unit 
 
 struct Fp32Products {
   typedef float unit;
-  static constexpr int PAIR = 1;
+  struct Session {};
+  static constexpr int PAIR = 1, ROWS = TILE_ROWS, STEP = 1;
   static vf load_b(const float* p) { return load(p); }
   static vf broadcast(float x) { return splat(x); }
   static vf multiply_add(vf sum, vf a, vf b) { return sum + a * b; }
@@ -23,13 +27,71 @@ struct Fp32Products {
 #if defined(__AVX512BF16__)
 struct Bf16Products {
   typedef uint32_t unit;
-  static constexpr int PAIR = 2;
+  struct Session {};
+  static constexpr int PAIR = 2, ROWS = TILE_ROWS, STEP = 1;
   static vu load_b(const uint32_t* p) { return *reinterpret_cast<const vu_mem*>(p); }
   static vu broadcast(uint32_t x) { return x - vu{}; }
   static vf multiply_add(vf sum, vu a, vu b) {
     return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)a, (__m512bh)b);
   }
 };
+#endif
+
+#if defined(__AMX_BF16__)
+// Tiles of registers: four of sums (16 x 16 floats each, two by two), two of A (16 rows of 16 units), two of B (16 units
+// of k, 16 columns). The layout of B is the same.
+struct AmxProducts {
+  typedef uint32_t unit;
+  static constexpr int PAIR = 2, ROWS = 32, STEP = 16;
+  static_assert(PANEL == 32);
+  struct Session {  // shape of the tiles: 16 rows of 64 bytes
+    Session() {
+      struct alignas(64) {
+        uint8_t palette = 1, start = 0, reserved[14] = {};
+        uint16_t bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+      } shape;
+      _tile_loadconfig(&shape);
+    }
+    ~Session() { _tile_release(); }
+    Session(const Session&) = delete;
+    Session& operator=(const Session&) = delete;
+  };
+  // As `tile` below with 32 rows; count a multiple of 16.
+  static void tile(int64_t count, const uint32_t* a, int64_t row, const uint32_t* b, float* c, int64_t ldc, bool add) {
+    float* lower = c + 16 * ldc;
+    if (add) {
+      _tile_loadd(0, c, 4 * ldc);
+      _tile_loadd(1, c + 16, 4 * ldc);
+      _tile_loadd(2, lower, 4 * ldc);
+      _tile_loadd(3, lower + 16, 4 * ldc);
+    } else {
+      _tile_zero(0);
+      _tile_zero(1);
+      _tile_zero(2);
+      _tile_zero(3);
+    }
+    for (int64_t k = 0; k < count; k += 16) {
+      _tile_loadd(4, a + k, 4 * row);
+      _tile_loadd(6, b + k * PANEL, 4 * PANEL);
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_loadd(7, b + k * PANEL + 16, 4 * PANEL);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_loadd(5, a + 16 * row + k, 4 * row);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+    _tile_stored(0, c, 4 * ldc);
+    _tile_stored(1, c + 16, 4 * ldc);
+    _tile_stored(2, lower, 4 * ldc);
+    _tile_stored(3, lower + 16, 4 * ldc);
+  }
+};
+typedef AmxProducts NarrowProducts;
+#elif defined(__AVX512BF16__)
+typedef Bf16Products NarrowProducts;
+#else
+typedef Fp32Products NarrowProducts;  // bfloat16 is widened when it is packed
 #endif
 
 // c (M x PANEL) = or += sum over k units of a[m * row + k * step] * b[k * PANEL + n].
@@ -58,11 +120,13 @@ inline void tile(int64_t count, const typename P::unit* a, int64_t row, int64_t 
     for (int n = 0; n < PANEL_VECTORS; n++) store(c + m * ldc + n * LANES, sums[m][n]);
 }
 
-// The same for any number of rows up to TILE_ROWS.
+// The same for any number of rows up to P::ROWS. Where P::STEP > 1: step must be 1, count is rounded up to P::STEP, and all
+// P::ROWS rows are read and written.
 template <class P>
 inline void tile_of(int rows, int64_t count, const typename P::unit* a, int64_t row, int64_t step,
                     const typename P::unit* b, float* c, int64_t ldc, bool add) {
-  switch (rows) {
+  if constexpr (P::STEP > 1) return P::tile(count, a, row, b, c, ldc, add);
+  else switch (rows) {
     case 1: return tile<P, 1>(count, a, row, step, b, c, ldc, add);
     case 2: return tile<P, 2>(count, a, row, step, b, c, ldc, add);
     case 3: return tile<P, 3>(count, a, row, step, b, c, ldc, add);
@@ -75,11 +139,6 @@ inline void tile_of(int rows, int64_t count, const typename P::unit* a, int64_t 
 #endif
   }
 }
-
-// One float or a pair of neighbours, from values of any storage type.
-inline void put(float* out, float x, float) { *out = x; }
-inline void put(uint32_t* out, bf16 x, bf16 y) { *out = x.bits | uint32_t(y.bits) << 16; }
-inline void put(float* out, bf16 x, bf16) { *out = widen(x); }
 
 // LANES units that are neighbours in memory, or that take one element from each of two rows.
 template <class P, class T>
@@ -129,11 +188,14 @@ void pack_columns(const T* x, int64_t ld, int64_t rows, int64_t padded, int64_t 
       }
 }
 
-// A = X as units row by row: (rows, columns / PAIR).
+// A = X as units row by row: (padded rows, columns / PAIR); rows up to `padded` become zero. columns: a multiple of LANES
+// units.
 template <class P, class T>
-void pack_units(const T* x, int64_t ld, int64_t rows, int64_t columns, typename P::unit* out) {
-  for (int64_t i = 0; i < rows; i++)
-    for (int64_t k = 0; k < columns; k += P::PAIR) put(out++, x[i * ld + k], x[i * ld + k + P::PAIR - 1]);
+void pack_units(const T* x, int64_t ld, int64_t rows, int64_t padded, int64_t columns, typename P::unit* out) {
+  for (int64_t i = 0; i < padded; i++)
+    for (int64_t k = 0; k < columns; k += LANES * P::PAIR, out += LANES)
+      if (i < rows) store_units(out, units_at<P>(x + i * ld + k));
+      else store_units(out, decltype(units_at<P>(x)){});
 }
 
 }  // namespace
