@@ -114,84 +114,109 @@ void sum_over_queries(const Block<P>& block, const typename P::unit* weights, co
   }
 }
 
-// Scores become e^(scale * score) * factor of the row, zero where invisible; the rows' sums are added to `sums`.
+// e^(scale * score) of one query and LANES keys, zero where it does not see them.
+inline vf seen_exponential(const Shape& s, vf score, float scale, int64_t query, int64_t key) {
+  const vf e = exp_small(clamp(score * scale, -80.f, 80.f));
+  if (key + LANES - 1 <= query && key >= query - s.window) return e;
+  const vf distance = float(query - key) - lane_numbers();
+  return (distance >= 0.f) & (distance <= float(s.window)) ? e : vf{};
+}
+
+// The exponentials of scores (block, chunk) as units along the keys: in place of floats, pairs of bfloat16 in `out`. The
+// rows' sums are added to `sums`.
 template <class P>
-inline void exponentials(const Block<P>& block, const Shape& s, Range chunk, float* scores, int64_t ld, float scale,
-                         const float* factors, float* sums) {
-  const vf lanes = lane_numbers();
+const typename P::unit* exponentials(const Block<P>& block, const Shape& s, Range chunk, float* scores, int64_t ld,
+                                     float scale, float* sums, typename P::unit* out) {
   for (int64_t i = 0; i < block.count; i++) {
-    const int64_t query = block.first + i;
     const Range seen = block.keys(s, i, chunk);
-    const float factor = factors ? factors[i] : 1.f;
     vf total = {};
     for (int64_t j = seen.first; j < seen.last; j += LANES) {
-      float* p = scores + i * ld + (j - chunk.first);
-      vf e = exp_small(clamp(load(p) * scale, -80.f, 80.f)) * factor;
-      if (j + LANES - 1 > query || j < query - s.window) {
-        const vf distance = float(query - j) - lanes;
-        e = (distance >= 0.f) & (distance <= float(s.window)) ? e : vf{};
-      }
-      store(p, e);
+      const int64_t at = i * ld + (j - chunk.first);
+      const vf e = seen_exponential(s, load(scores + at), scale, block.first + i, j);
+      if constexpr (P::PAIR == 1) store(scores + at, e);
+      else store(reinterpret_cast<bf16*>(out) + at, e);
       total += e;
     }
-    if (sums) sums[i] += sum_of(total);
+    sums[i] += sum_of(total);
   }
+  if constexpr (P::PAIR == 1) return scores;
+  else return out;
 }
 
-// slopes = weights * (slopes - delta of the row) * scale: the gradient of the scores before their scale.
+// What a thread needs for a block in the backward pass. As floats, weights and slopes serve both sums.
 template <class P>
-inline void score_gradients(const Block<P>& block, const Shape& s, Range chunk, const float* weights, float* slopes,
-                            int64_t ld, const float* deltas, float scale) {
-  for (int64_t i = 0; i < block.count; i++) {
-    const Range seen = block.keys(s, i, chunk);
-    for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES)
-      store(slopes + i * ld + j, load(weights + i * ld + j) * (load(slopes + i * ld + j) - deltas[i]) * scale);
-  }
+struct Scratch {
+  typedef typename P::unit unit;
+  static constexpr bool FLOATS = P::PAIR == 1;
+  explicit Scratch(int64_t ld, int64_t width)
+      : weights(QUERIES<P> * ld), slopes(weights.size), deltas(QUERIES<P>), grad_q(QUERIES<P> * width),
+        left(grad_q.size), left_grad(left.size), rows(left.size), rows_grad(left.size),
+        pairs(FLOATS ? 0 : 3 * weights.size / 2), by_query_weights(FLOATS ? as_units(weights) : pairs.data),
+        by_query_slopes(FLOATS ? as_units(slopes) : pairs.data + weights.size / 2),
+        by_key_slopes(FLOATS ? as_units(slopes) : pairs.data + weights.size) {}
+  Memory<float> weights, slopes, deltas, grad_q;
+  Memory<unit> left, left_grad, rows, rows_grad, pairs;
+  unit *const by_query_weights, *const by_query_slopes, *const by_key_slopes;
+
+ private:
+  static unit* as_units(Memory<float>& x) { return reinterpret_cast<unit*>(x.data); }
+};
+
+inline vu pair_of(vf low, vf high) {
+  return __builtin_convertvector(narrowed(low), vu) | __builtin_convertvector(narrowed(high), vu) << 16;
 }
 
-// Units along the keys: floats as they are, pairs of bfloat16 written to `out`.
+// From scores (x.weights) and the products of the output's gradient with the values (x.slopes): weights, e^(scale *
+// score) / sum of the row, and slopes, the gradient of the scores before their scale, weight * (product - delta of the
+// row) * scale. Both as units along the queries, an odd last row paired with zeros; the slopes as units along the keys.
 template <class P>
-inline const float* units_of_keys(const Block<P>&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
-template <class P>
-inline const uint32_t* units_of_keys(const Block<P>& block, const Shape& s, Range chunk, const float* x, int64_t ld,
-                                     uint32_t* out) {
-  for (int64_t i = 0; i < block.count; i++) {
-    const Range seen = block.keys(s, i, chunk);
-    bf16* row = reinterpret_cast<bf16*>(out + i * ld / 2);
-    for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES)
-      store(row + j, load(x + i * ld + j));
-  }
-  return out;
-}
-
-// Units along the queries: floats as they are, pairs of rows written to `out`; an odd last row is paired with zeros.
-template <class P>
-inline const float* units_of_queries(const Block<P>&, const Shape&, Range, const float* x, int64_t, float*) { return x; }
-template <class P>
-inline const uint32_t* units_of_queries(const Block<P>& block, const Shape& s, Range chunk, const float* x, int64_t ld,
-                                        uint32_t* out) {
-  auto pair_of_rows = [&](int64_t i, int64_t j) {
-    const vu low = __builtin_convertvector(narrowed(load(x + i * ld + j)), vu);
-    const vu high = i + 1 < block.padded() ? __builtin_convertvector(narrowed(load(x + (i + 1) * ld + j)), vu) : vu{};
-    return low | high << 16;
+void score_gradients(const Block<P>& block, const Shape& s, Range chunk, int64_t ld, float scale, const float* inverse_sums,
+                     Scratch<P>& x) {
+  auto row = [&](int64_t i, int64_t j, vf* weight, vf* slope) {
+    const int64_t at = i * ld + j;
+    *weight = seen_exponential(s, load(x.weights.data + at), scale, block.first + i, chunk.first + j) * inverse_sums[i];
+    *slope = *weight * (load(x.slopes.data + at) - x.deltas.data[i]) * scale;
   };
-  for (int64_t i = 0; i < block.padded(); i += P::STEP * 2) {  // rows of one tile
-    const Range seen = block.keys(s, i, chunk);
-    for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES) {
-      if constexpr (P::STEP == 1) {
-        *reinterpret_cast<vu_mem*>(out + i / 2 * ld + j) = pair_of_rows(i, j);
-      } else {
-        vu units[LANES];
-        static_assert(P::STEP == LANES);
-#pragma GCC unroll 16
-        for (int r = 0; r < LANES; r++) units[r] = pair_of_rows(i + 2 * r, j);
-        transpose(units);
-        for (int r = 0; r < LANES; r++)
-          *reinterpret_cast<vu_mem*>(out + (j + r) * (QUERIES<P> / 2) + i / 2) = units[r];
+  if constexpr (P::PAIR == 1) {
+    for (int64_t i = 0; i < block.count; i++) {
+      const Range seen = block.keys(s, i, chunk);
+      for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES) {
+        vf weight, slope;
+        row(i, j, &weight, &slope);
+        store(x.weights.data + i * ld + j, weight);
+        store(x.slopes.data + i * ld + j, slope);
+      }
+    }
+  } else {
+    bf16* by_key = reinterpret_cast<bf16*>(x.by_key_slopes);
+    auto two_rows = [&](int64_t i, int64_t j, vu* weights, vu* slopes) {
+      vf weight[2] = {}, slope[2] = {};
+      for (int64_t r = 0; r < 2 && i + r < block.count; r++) {
+        row(i + r, j, weight + r, slope + r);
+        store(by_key + (i + r) * ld + j, slope[r]);
+      }
+      *weights = pair_of(weight[0], weight[1]);
+      *slopes = pair_of(slope[0], slope[1]);
+    };
+    for (int64_t i = 0; i < block.padded(); i += 2 * P::STEP) {  // rows of one tile: P::ROWS is even
+      const Range seen = block.keys(s, i, chunk);
+      for (int64_t j = seen.first - chunk.first; j < seen.last - chunk.first; j += LANES) {
+        vu weights[P::STEP], slopes[P::STEP];
+        for (int64_t k = 0; k < P::STEP; k++) two_rows(i + 2 * k, j, weights + k, slopes + k);
+        if constexpr (P::STEP == 1) {
+          store_units(x.by_query_weights + i / 2 * ld + j, weights[0]);
+          store_units(x.by_query_slopes + i / 2 * ld + j, slopes[0]);
+        } else {
+          transpose(weights);
+          transpose(slopes);
+          for (int64_t k = 0; k < P::STEP; k++) {
+            store_units(x.by_query_weights + (j + k) * (QUERIES<P> / 2) + i / 2, weights[k]);
+            store_units(x.by_query_slopes + (j + k) * (QUERIES<P> / 2) + i / 2, slopes[k]);
+          }
+        }
       }
     }
   }
-  return out;
 }
 
 template <class T>
@@ -232,8 +257,7 @@ void forward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, 
       for (int64_t chunk = all.first; chunk < all.last; chunk += ld) {
         const Range part{chunk, std::min(all.last, chunk + ld)};
         products_with_keys<P>(block, queries.data, keys.data + kv, s, part, scores.data, ld);
-        exponentials(block, s, part, scores.data, ld, scale, nullptr, sums.data);
-        const unit* ready = units_of_keys(block, s, part, scores.data, ld, weights.data);
+        const unit* ready = exponentials<P>(block, s, part, scores.data, ld, scale, sums.data, weights.data);
         sum_over_keys<P>(block, ready, values.data + kv, s, part, ld, result.data);
       }
       float* inverse = inverse_sums + (b * s.heads + h) * s.length + first;
@@ -246,18 +270,6 @@ void forward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, 
     }
   }
 }
-
-// What a thread needs for a block in the backward pass.
-template <class P>
-struct Scratch {
-  typedef typename P::unit unit;
-  explicit Scratch(int64_t ld, int64_t width)
-      : weights(QUERIES<P> * ld), slopes(weights.size), deltas(QUERIES<P>), grad_q(QUERIES<P> * width), left(grad_q.size),
-        left_grad(left.size), rows(left.size), rows_grad(left.size), by_key(P::PAIR == 2 ? weights.size : 0),
-        by_query(by_key.size) {}
-  Memory<float> weights, slopes, deltas, grad_q;
-  Memory<unit> left, left_grad, rows, rows_grad, by_key, by_query;
-};
 
 template <class P, class T>
 void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v, View<const T> out, View<const T> grad,
@@ -306,15 +318,11 @@ void backward(const Shape& s, View<const T> q, View<const T> k, View<const T> v,
         for (int64_t chunk = all.first; chunk < all.last; chunk += ld) {
           const Range part{chunk, std::min(all.last, chunk + ld)};
           products_with_keys<P>(block, x.left.data, keys.data + kv, s, part, x.weights.data, ld);
-          exponentials(block, s, part, x.weights.data, ld, scale, inverse, nullptr);
           products_with_keys<P>(block, x.left_grad.data, values.data + kv, s, part, x.slopes.data, ld);
-          score_gradients(block, s, part, x.weights.data, x.slopes.data, ld, x.deltas.data, scale);
-          const unit* ready = units_of_queries(block, s, part, x.weights.data, ld, x.by_query.data);
-          sum_over_queries<P>(block, ready, x.rows_grad.data, s, part, ld, sums_v);
-          ready = units_of_queries(block, s, part, x.slopes.data, ld, x.by_query.data);
-          sum_over_queries<P>(block, ready, x.rows.data, s, part, ld, sums_k);
-          ready = units_of_keys(block, s, part, x.slopes.data, ld, x.by_key.data);
-          sum_over_keys<P>(block, ready, key_rows.data + kv, s, part, ld, x.grad_q.data);
+          score_gradients<P>(block, s, part, ld, scale, inverse, x);
+          sum_over_queries<P>(block, x.by_query_weights, x.rows_grad.data, s, part, ld, sums_v);
+          sum_over_queries<P>(block, x.by_query_slopes, x.rows.data, s, part, ld, sums_k);
+          sum_over_keys<P>(block, x.by_key_slopes, key_rows.data + kv, s, part, ld, x.grad_q.data);
         }
         write_rows(x.grad_q.data, block.count, s.width, grad_q.at(b, h, first), grad_q.step());
       }
