@@ -163,7 +163,7 @@ struct Scratch {
 };
 
 inline vu pair_of(vf low, vf high) {
-  return __builtin_convertvector(narrowed(low), vu) | __builtin_convertvector(narrowed(high), vu) << 16;
+  return extended(narrowed(low)) | extended(narrowed(high)) << 16;
 }
 
 // From scores (x.weights) and the products of the output's gradient with the values (x.slopes): weights, e^(scale *

@@ -6,6 +6,8 @@
 
 namespace {
 
+constexpr int WAYS = LANES == 16 ? 4 : 2;  // vectors at a time, as the registers allow
+
 // cap tanh(z / cap) is bounded by cap, so the sum of exponentials needs no running maximum. Small logits keep their
 // relative accuracy: with tanh = 2 sigmoid - 1 as in the twin, a fresh model left nanochat's losses a hundred times as far
 // within 20 steps. Returns the loss of the row; `target` < 0 gives none.
@@ -14,13 +16,23 @@ float loss_row(T* row, int64_t count, int64_t target, float cap, float scale, bo
   const float inner = 1 / cap;
   const int64_t whole = count - count % LANES;
   vf total = {};
-  auto one = [&](vf z, vf* slope) {
-    const vf t = tanh_of(z * inner);
-    *slope = (1.f - t) * (1.f + t);
-    return exp_small(cap * t);
+  auto one = [&](auto z, auto* slope) __attribute__((always_inline)) {
+    const auto t = tanh_of(z * inner);
+    *slope = (t - 1.f) * (t + 1.f) * -1.f;
+    return exp_small(t * cap);
   };
   vf target_slope, target_exp = one(splat(target < 0 ? 0.f : widen(row[target])), &target_slope);
-  for (int64_t j = 0; j < whole; j += LANES) {
+  int64_t start = 0;
+  for (; start + WAYS * LANES <= whole; start += WAYS * LANES) {
+    vectors<WAYS> z, slope;
+    for (int i = 0; i < WAYS; i++) z.v[i] = load(row + start + i * LANES);
+    const vectors<WAYS> e = one(z, &slope), product = e * slope;
+    for (int i = 0; i < WAYS; i++) {
+      store(products + start + i * LANES, product.v[i]);
+      total += e.v[i];
+    }
+  }
+  for (int64_t j = start; j < whole; j += LANES) {
     vf slope, e = one(load(row + j), &slope);
     store(products + j, e * slope);
     total += e;

@@ -153,7 +153,7 @@ inline auto units_of_rows(const T* low, const T* high) {
   } else {
     const vh zero = {};
     const vh x = *reinterpret_cast<const vh_mem*>(low), y = high ? *reinterpret_cast<const vh_mem*>(high) : zero;
-    return __builtin_convertvector(x, vu) | __builtin_convertvector(y, vu) << 16;
+    return extended(x) | extended(y) << 16;
   }
 }
 inline void store_units(float* p, vf x) { store(p, x); }

@@ -9,6 +9,7 @@
 #include <immintrin.h>
 #endif
 
+#define LANTRAIN_INLINE inline __attribute__((always_inline))
 #define LANTRAIN_API extern "C" __attribute__((visibility("default")))
 
 namespace {
@@ -61,9 +62,15 @@ inline void narrow(float x, bf16* out) {  // to the nearest, ties to even
 inline vf splat(float x) { return x - vf{}; }
 inline vf load(const float* p) { return *reinterpret_cast<const vf_mem*>(p); }
 inline void store(float* p, vf x) { *reinterpret_cast<vf_mem*>(p) = x; }
-inline vf load(const bf16* p) {
-  return (vf)(__builtin_convertvector(*reinterpret_cast<const vh_mem*>(p), vu) << 16);
+// Zeros in the upper halves.
+inline vu extended(vh x) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu16_epi32((__m256i)x);  // GCC 12 makes five instructions of the conversion
+#else
+  return __builtin_convertvector(x, vu);
+#endif
 }
+inline vf load(const bf16* p) { return (vf)(extended(*reinterpret_cast<const vh_mem*>(p)) << 16); }
 inline vh narrowed(vf x) {
 #if defined(__AVX512BF16__)
   return (vh)_mm512_cvtneps_pbh((__m512)x);
@@ -135,37 +142,87 @@ inline vf clamp(vf x, float low, float high) {
 #endif
 }
 
-// e^x to 2 ulp for |x| <= 87; beyond that clamp first. Polynomial of Cephes' expf. Not-a-number stays one.
-inline vf exp_small(vf x) {
+// N vectors side by side. A polynomial of one is a chain in which each step waits for the last; the steps of several
+// chains, one after the other, keep the CPU busy.
+template <int N>
+struct vectors {
+  vf v[N];
+};
+#define LANTRAIN_OPERATOR(op)                                                     \
+  template <int N>                                                                \
+  LANTRAIN_INLINE vectors<N> operator op(vectors<N> x, vectors<N> y) {                     \
+    for (int i = 0; i < N; i++) x.v[i] = x.v[i] op y.v[i];                        \
+    return x;                                                                     \
+  }                                                                               \
+  template <int N>                                                                \
+  LANTRAIN_INLINE vectors<N> operator op(vectors<N> x, float y) {                          \
+    for (int i = 0; i < N; i++) x.v[i] = x.v[i] op y;                             \
+    return x;                                                                     \
+  }
+LANTRAIN_OPERATOR(+)
+LANTRAIN_OPERATOR(-)
+LANTRAIN_OPERATOR(*)
+LANTRAIN_OPERATOR(/)
+#undef LANTRAIN_OPERATOR
+template <int N>
+LANTRAIN_INLINE vectors<N> clamp(vectors<N> x, float low, float high) {
+  for (int i = 0; i < N; i++) x.v[i] = clamp(x.v[i], low, high);
+  return x;
+}
+// 1 / x for normal x, to 1e-7 relative. A division of 16 floats takes as long as ten multiplications.
+inline vf reciprocal(vf x) {
+#if defined(__AVX512F__)
+  const vf y = (vf)_mm512_rcp14_ps((__m512)x);
+  return y * (2.f - x * y);
+#else
+  return 1.f / x;
+#endif
+}
+template <int N>
+LANTRAIN_INLINE vectors<N> reciprocal(vectors<N> x) {
+  for (int i = 0; i < N; i++) x.v[i] = reciprocal(x.v[i]);
+  return x;
+}
+// p * 2^n, n in the low bits of `shifted`.
+inline vf times_power(vf p, vf shifted) { return (vf)((vi)p + ((vi)shifted << 23)); }
+template <int N>
+LANTRAIN_INLINE vectors<N> times_power(vectors<N> p, vectors<N> shifted) {
+  for (int i = 0; i < N; i++) p.v[i] = times_power(p.v[i], shifted.v[i]);
+  return p;
+}
+
+// e^x to 2 ulp for |x| <= 87; beyond that clamp first. Polynomial of Cephes' expf. Not-a-number stays one. V: vf or several.
+template <class V>
+LANTRAIN_INLINE V exp_small(V x) {
   const float magic = 12582912.f;  // 1.5 * 2^23: the sum's low bits are x / ln 2, rounded
-  vf shifted = x * 1.44269504f + magic;
-  vf n = shifted - magic;
-  vf r = x - n * 0.693359375f;
+  V shifted = x * 1.44269504f + magic;
+  V n = shifted - magic;
+  V r = x - n * 0.693359375f;
   r = r + n * 2.12194440e-4f;
-  vf p = splat(1.9875691500e-4f);
-  p = p * r + 1.3981999507e-3f;
+  V p = r * 1.9875691500e-4f + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.f;
-  return (vf)((vi)p + ((vi)shifted << 23));
+  return times_power(p, shifted);
 }
 
 // tanh to a few ulp, relative, for every x (Eigen's rational approximation). Not-a-number stays one.
-inline vf tanh_of(vf x) {
+template <class V>
+LANTRAIN_INLINE V tanh_of(V x) {
   x = clamp(x, -7.90531110763549805f, 7.90531110763549805f);
-  const vf y = x * x;
-  vf p = y * -2.76076847742355e-16f + 2.00018790482477e-13f;
+  const V y = x * x;
+  V p = y * -2.76076847742355e-16f + 2.00018790482477e-13f;
   p = p * y + -8.60467152213735e-11f;
   p = p * y + 5.12229709037114e-08f;
   p = p * y + 1.48572235717979e-05f;
   p = p * y + 6.37261928875436e-04f;
   p = p * y + 4.89352455891786e-03f;
-  vf q = y * 1.19825839466702e-06f + 1.18534705686654e-04f;
+  V q = y * 1.19825839466702e-06f + 1.18534705686654e-04f;
   q = q * y + 2.26843463243900e-03f;
   q = q * y + 4.89352518554385e-03f;
-  return x * p / q;
+  return x * p * reciprocal(q);
 }
 
 }  // namespace
