@@ -190,7 +190,8 @@ def equal_rows(found: list[dict[str, Any]]) -> list[Row]:
         {
             "what": r["what"] + (f" (--sync auto: {r['sync']})" if r["sync"] != "step" else ""),
             "ours": f"{r['tokens_per_s']:.0f} tok/s", "limit": f"{2 * one:.0f} tok/s",
-            "ratio": f"{r['against_one']:.2f}x one node", "how": "depth 4, medians; limit: twice one node, same run",
+            "ratio": f"{r['against_one']:.2f}x one node, {r['of_apart']:.1%} of both apart at once",
+            "how": "depth 4, medians; limit: twice one node, same run",
             "value": r["tokens_per_s"], "of": r["against_one"],
         }
         for r in found if r["what"].startswith("two")
@@ -203,7 +204,8 @@ def unequal_rows(found: list[dict[str, Any]]) -> list[Row]:
     return [{
         "what": "fast and slow node (quota 1.0 and 0.4)", "ours": f"{both['tokens_per_s']:.0f} tok/s",
         "limit": f"{sum(r['tokens_per_s'] for r in alone):.0f} tok/s",
-        "ratio": f"{both['of_sum']:.1%} of the sum", "how": f"depth 4, rows {both['rows']} found while running",
+        "ratio": f"{both['of_sum']:.1%} of the sum, {both['of_apart']:.1%} of both apart at once",
+        "how": f"depth 4, rows {both['rows']} found while running",
         "value": both["tokens_per_s"], "of": both["of_sum"],
     }]  # fmt: skip
 

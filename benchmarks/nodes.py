@@ -15,6 +15,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,14 +82,20 @@ class Nodes:
     names: list[str]
     quotas: list[Quota | None]
     processes: list[subprocess.Popen[str]] = field(default_factory=list)
+    first: int = 0
+    """The place of the first among the nodes that were made together; it decides the core."""
+
+    def alone(self, node: int) -> Nodes:
+        """One of them, to train by itself."""
+        return Nodes([self.names[node]], [self.quotas[node]], self.processes, self.first + node)
 
     def address(self, node: int) -> str:
         """IPv4 address of a node."""
-        return f"{SUBNET}.{10 + node}"
+        return f"{SUBNET}.{10 + self.first + node}"
 
     def command(self, node: int, line: Sequence[str]) -> list[str]:
         """`line` as it runs on a node: in its namespace, on one core (they take turns where there are fewer)."""
-        core = sorted(os.sched_getaffinity(0))[node % len(os.sched_getaffinity(0))]
+        core = sorted(os.sched_getaffinity(0))[(self.first + node) % len(os.sched_getaffinity(0))]
         return ["ip", "netns", "exec", self.names[node], "taskset", "-c", str(core), *line]
 
     def start(self, node: int, line: Sequence[str], env: dict[str, str], log: Path) -> subprocess.Popen[str]:
@@ -209,6 +216,20 @@ def train(
     records: list[dict[str, Any]] = list(map(json.loads, lines))
     shutil.rmtree(folder)
     return _measured(records, skipped + 1, skipped + steps, text)
+
+
+def train_apart(made: Nodes, base: Path, flags: Sequence[str], steps: Sequence[int], tag: str) -> list[Measured]:
+    """Every node trains by itself, all at the same time; `steps` of each, best so that all end together.
+
+    The cores of one machine share its memory and its clock: each is slower while the others work. Machines are not, so
+    this is what nodes of one machine are to be compared with.
+    """
+    with ThreadPoolExecutor(len(made.names)) as pool:
+        runs = [
+            pool.submit(train, made.alone(node), base, flags, count, f"{tag}-{node}")
+            for node, count in enumerate(steps)
+        ]
+        return [run.result() for run in runs]
 
 
 def _measured(records: Sequence[dict[str, Any]], first: int, last: int, log: str) -> Measured:

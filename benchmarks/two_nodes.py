@@ -4,10 +4,11 @@
 
 Each node is a network namespace with one core (benchmarks/nodes.py); needs root, two cores, `ip` and `tc`. DIR has
 shards and a tokenizer: NANOCHAT_BASE_DIR=DIR python -m scripts.prepare --source sample. One node alone is measured
-before and after the pairs, and its mean counts. The slow node has a CPU quota. The pair starts with the rates of the
-nodes, as the launchers measure and give them (owners of the optimizer's state follow these alone), or with --from-equal
-from equal shares; the rows of each find their place in steps that are not counted. Where local steps are taken, the
-mean over a round counts, with the exchange that ends it.
+before and after the pairs, and its mean counts. So are both at once, each training by itself ("apart"): cores of one
+machine share its memory and its clock, as two machines do not, and what that costs is no cost of training together. The
+slow node has a CPU quota. The pair starts with the nodes' rates, as the launchers measure and give them (owners of the
+optimizer's state follow these alone), or with --from-equal from equal shares; the rows of each find their place in steps
+that are not counted. Where local steps are taken, the mean over a round counts, with the exchange that ends it.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.nodes import Measured, missing, nodes, train
+from benchmarks.nodes import WARMUP_STEPS, Measured, missing, nodes, train, train_apart
 
 SLOW_QUOTA = 0.4
 SETTLE_STEPS = 8
@@ -42,11 +43,12 @@ def flags(batch: int, seq_len: int = 512) -> list[str]:
     ]  # fmt: skip
 
 
-def _result(what: str, run: Measured, alone: float, more: dict[str, Any] | None = None) -> dict[str, Any]:
+def _result(what: str, run: Measured, alone: float, apart: float, more: dict[str, Any] | None = None) -> dict[str, Any]:
+    """`alone`: a node's rate on a quiet machine; `apart`: the sum of both nodes', each by itself at the same time."""
     return {
         "what": what, "tokens_per_s": run.rate, "step_s": run.seconds, "against_one": run.rate / alone,
-        "rows": run.rows, "compute_s": run.compute, "update_s": run.update, "steps_s": run.steps,
-        "rounds_s": run.rounds, **(more or {}),
+        "of_apart": run.rate / apart, "rows": run.rows, "compute_s": run.compute, "update_s": run.update,
+        "steps_s": run.steps, "rounds_s": run.rounds, **(more or {}),
     }  # fmt: skip
 
 
@@ -65,6 +67,8 @@ def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -
             return train(made, base, given, steps, "bench-one")
 
     first = alone()
+    with nodes(2) as made:
+        apart = sum(run.rate for run in train_apart(made, base, given, [steps, steps], "bench-apart"))
     pairs: list[tuple[str, Measured, str]] = []
     for mbit in links:
         # What --sync auto decides is part of the measurement.
@@ -76,8 +80,8 @@ def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -
         pairs.append((f"two equal nodes, {name}", run, _choice(run.log) if auto else "step"))
     last = alone()
     rate = (first.rate + last.rate) / 2
-    ones = [_result(f"one node, {when}", run, rate) for when, run in (("before", first), ("after", last))]
-    return [*ones, *(_result(what, run, rate, {"sync": sync}) for what, run, sync in pairs)]
+    ones = [_result(f"one node, {when}", run, rate, apart) for when, run in (("before", first), ("after", last))]
+    return [*ones, *(_result(what, run, rate, apart, {"sync": sync}) for what, run, sync in pairs)]
 
 
 def fast_and_slow(base: Path, batch: int, steps: int, from_equal: bool) -> list[dict[str, Any]]:
@@ -87,24 +91,29 @@ def fast_and_slow(base: Path, batch: int, steps: int, from_equal: bool) -> list[
         with nodes(1, quotas=[quota]) as made:
             runs.append(train(made, base, given, max(2, steps - 1), "bench-quota"))
     with nodes(2, quotas=[1.0, SLOW_QUOTA]) as made:
+        many = round((WARMUP_STEPS + 2) / SLOW_QUOTA) - WARMUP_STEPS  # of the fast one in the time of the slow one's
+        apart = sum(run.rate for run in train_apart(made, base, given, [many, 2], "bench-apart"))
+    with nodes(2, quotas=[1.0, SLOW_QUOTA]) as made:
         start = [] if from_equal else [f"--rates=1,{SLOW_QUOTA}"]
         both = train(made, base, [*given, *start], steps, "bench-unequal", settle=SETTLE_STEPS)
     total = sum(run.rate for run in runs)
     results = [
-        _result(f"alone, quota {q:g}", run, runs[0].rate) for q, run in zip((1.0, SLOW_QUOTA), runs, strict=True)
+        _result(f"alone, quota {q:g}", run, runs[0].rate, apart) for q, run in zip((1.0, SLOW_QUOTA), runs, strict=True)
     ]
-    return [*results, _result("fast and slow together", both, runs[0].rate, {"of_sum": both.rate / total})]
+    return [*results, _result("fast and slow together", both, runs[0].rate, apart, {"of_sum": both.rate / total})]
 
 
 def table(results: list[dict[str, Any]]) -> str:
     """Markdown."""
-    lines = ["| nodes | tok/s | step s | rows | against one | of the sum of both |", "|---|---|---|---|---|---|"]
+    heads = "| nodes | tok/s | step s | rows | against one | of the sum of both | of both apart at once |"
+    lines = [heads, "|---" * 7 + "|"]
     for r in results:
         share = f"{r['of_sum']:.1%}" if "of_sum" in r else ""
         sync = f" ({r['sync']})" if r.get("sync", "step") != "step" else ""
         rows = " + ".join(map(str, r["rows"]))
         figures = f"{r['tokens_per_s']:.0f} | {r['step_s']:.2f} | {rows} | {r['against_one']:.2f}x"
-        lines.append(f"| {r['what']}{sync} | {figures} | {share} |")
+        apart = "" if len(r["rows"]) == 1 else f"{r['of_apart']:.1%}"
+        lines.append(f"| {r['what']}{sync} | {figures} | {share} | {apart} |")
     return "\n".join(lines)
 
 

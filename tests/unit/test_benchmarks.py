@@ -35,13 +35,16 @@ def test_each_part_has_its_ratio_in_the_table() -> None:
         "rows": {"tokens_per_second": 1.5e6, "seq_len": 512},
         "wire": [{"world": 2, "parts": {"gradients": 40_000_000, "weights": 35_000_000}, "native": 300_000_000}],
         "equal": [
-            {"what": "one node, before", "tokens_per_s": 900.0, "against_one": 0.9, "sync": "step"},
-            {"what": "one node, after", "tokens_per_s": 1100.0, "against_one": 1.1, "sync": "step"},
-            {"what": "two equal nodes, 1000 Mbit/s", "tokens_per_s": 1900.0, "against_one": 1.9, "sync": "step"},
+            {"what": "one node, before", "tokens_per_s": 900.0, "against_one": 0.9, "of_apart": 0.4, "sync": "step"},
+            {"what": "one node, after", "tokens_per_s": 1100.0, "against_one": 1.1, "of_apart": 0.5, "sync": "step"},
+            {
+                "what": "two equal nodes, 1000 Mbit/s", "tokens_per_s": 1900.0, "against_one": 1.9, "of_apart": 0.98,
+                "sync": "step",
+            },
         ],
         "unequal": [
             {"tokens_per_s": 1000.0}, {"tokens_per_s": 400.0},
-            {"tokens_per_s": 1330.0, "of_sum": 0.95, "rows": [23, 9]},
+            {"tokens_per_s": 1330.0, "of_sum": 0.95, "of_apart": 0.97, "rows": [23, 9]},
         ],
     }  # fmt: skip
     table = markdown(summary(figures))
@@ -52,8 +55,11 @@ def test_each_part_has_its_ratio_in_the_table() -> None:
     assert "| 900 tok/s | 1500 tok/s quiet |  |  | falls by 40% |" in table
     assert "| 1,500,000 tok/s | 1500 tok/s are needed |  |  | 1000x |" in table
     assert "| 75 MB | 60 MB (goal) |  |  | 25.0% of 300 MB |" in table
-    assert "| two equal nodes, 1000 Mbit/s | 1900 tok/s | 2000 tok/s |  |  | 1.90x one node |" in table
-    assert "| 1330 tok/s | 1400 tok/s |  |  | 95.0% of the sum |" in table
+    assert (
+        "| two equal nodes, 1000 Mbit/s | 1900 tok/s | 2000 tok/s |  |  | 1.90x one node, 98.0% of both apart at once |"
+        in table
+    )
+    assert "| 1330 tok/s | 1400 tok/s |  |  | 95.0% of the sum, 97.0% of both apart at once |" in table
     assert len(table.splitlines()) == 2 + 7
 
 

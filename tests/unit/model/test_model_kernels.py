@@ -234,7 +234,7 @@ def test_whole_model_in_float32(library):
 
 def test_whole_model_in_bfloat16(library, monkeypatch):
     """At most the error of PyTorch's own operators in bfloat16, and a tenth on top."""
-    model, loss, idx, targets = model_loss(torch.bfloat16, CONFIG)
+    model, _, idx, targets = model_loss(torch.bfloat16, CONFIG)
     weights = double_weights(model)
     expected = reference_loss(weights, CONFIG, idx, targets) / int((targets != -1).sum())
     expected.backward()
@@ -248,8 +248,9 @@ def test_whole_model_in_bfloat16(library, monkeypatch):
 
 
 def test_the_loss_in_bfloat16_has_no_bias(library):
-    """Within 2e-4 of double, or within what rounding leaves of the mean over 64 rows: one row is off by up to 2e-3, with
-    PyTorch's own operators as well.
+    """Within 2e-4 of double, or within what rounding leaves of the mean over 64 rows.
+
+    One row is off by up to 2e-3, with PyTorch's own operators as well.
     """
     model = trained_looking(CONFIG, torch.bfloat16)
     weights = double_weights(model)
@@ -381,7 +382,9 @@ def test_build_leaves_out_what_the_compiler_does_not_know(tmp_path, monkeypatch,
     monkeypatch.setattr(build, "TARGETS", {"x86_64": targets})
     if platform.machine() != "x86_64":
         targets.pop("v3")
-    assert [path.name for path in build.build(tmp_path, "x86_64")] == [f"lantrain-{name}.so" for name in targets if name != "v9"]
+    assert [path.name for path in build.build(tmp_path, "x86_64")] == [
+        f"lantrain-{name}.so" for name in targets if name != "v9"
+    ]
     assert "v9" in capsys.readouterr().out
 
 
