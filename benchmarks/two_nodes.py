@@ -1,14 +1,14 @@
 """Two nodes against one: equal ones on a shaped cable, and a fast with a slow one, all in one run, as ratios.
 
-    python benchmarks/two_nodes.py --base DIR [--batch 16384] [--steps 3] [--json FILE]
+    python benchmarks/two_nodes.py --base DIR [--batch 16384] [--steps 3] [--part PART] [--json FILE]
 
 Each node is a network namespace with one core (benchmarks/nodes.py); needs root, two cores, `ip` and `tc`. DIR has
 shards and a tokenizer: NANOCHAT_BASE_DIR=DIR python -m scripts.prepare --source sample. One node alone is measured
 before and after the pairs, and its mean counts. So are both at once, each training by itself ("apart"): cores of one
-machine share its memory and its clock, as two machines do not, and what that costs is no cost of training together. The
-slow node has a CPU quota. The pair starts with the nodes' rates, as the launchers measure and give them (owners of the
-optimizer's state follow these alone), or with --from-equal from equal shares; the rows of each find their place in steps
-that are not counted. Where local steps are taken, the mean over a round counts, with the exchange that ends it.
+machine share its memory and its clock, as two machines do not, and that is no cost of training together. The slow node
+has a CPU quota. The pair starts with the nodes' rates, as the launchers measure and give them (owners of optimizer
+state follow these alone), or with --from-equal from equal shares; the rows of each find their place in steps that are
+not counted. Where local steps are taken, the mean over a round counts, with the exchange that ends it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+from benchmarks.measuring import SHAPES
 from benchmarks.nodes import WARMUP_STEPS, Measured, missing, nodes, train, train_apart
 
 SLOW_QUOTA = 0.4
@@ -35,10 +36,10 @@ SHORT_ROWS = 128
 """Tokens of a row for unequal nodes: 32 rows are 23 and 9 for speeds of 1 and 0.4, 99% of their sum; 16 give 95%."""
 
 
-def flags(batch: int, seq_len: int = 512) -> list[str]:
-    """Depth 4, 2048 tokens a micro-batch, gradients in bfloat16 on the wire as between hosts."""
+def flags(batch: int, seq_len: int = 512, depth: int = 4) -> list[str]:
+    """2048 tokens a micro-batch, gradients in bfloat16 on the wire as between hosts."""
     return [
-        "--depth=4", f"--max-seq-len={seq_len}", f"--device-batch-size={2048 // seq_len}",
+        f"--depth={depth}", f"--max-seq-len={seq_len}", f"--device-batch-size={2048 // seq_len}",
         f"--total-batch-size={batch}", "--wire-dtype=bfloat16",
     ]  # fmt: skip
 
@@ -84,6 +85,19 @@ def equal_nodes(base: Path, batch: int, steps: int, links: list[float | None]) -
     return [*ones, *(_result(what, run, rate, apart, {"sync": sync}) for what, run, sync in pairs)]
 
 
+def over_links(base: Path, batch: int, steps: int, links: list[float], depth: int) -> list[dict[str, Any]]:
+    """Two equal nodes that exchange every step, on each cable, against an unlimited one before and after."""
+    given = flags(batch, SHAPES[depth][0], depth)
+    runs: list[tuple[str, Measured]] = []
+    for mbit in (None, *links, None):
+        with nodes(2, mbit=mbit) as made:
+            name = "an unlimited link" if mbit is None else f"{mbit:g} Mbit/s"
+            runs.append((f"depth {depth}, {name}", train(made, base, given, steps, "bench-links")))
+    free = [run.rate for what, run in runs if what.endswith("link")]
+    rate = sum(free) / len(free)
+    return [_result(what, run, rate, rate) for what, run in runs]
+
+
 def fast_and_slow(base: Path, batch: int, steps: int, from_equal: bool) -> list[dict[str, Any]]:
     """A node of a whole core, one of SLOW_QUOTA, and both together, against the sum of their rates."""
     given, runs = flags(batch, SHORT_ROWS), []
@@ -124,7 +138,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16384)
     parser.add_argument("--steps", type=int, default=3)
     parser.add_argument("--link", type=float, nargs="*", default=[1000, 100], help="Mbit/s, besides the unlimited one")
-    parser.add_argument("--part", choices=["equal", "unequal", "both"], default="both")
+    parser.add_argument(
+        "--part", choices=["equal", "unequal", "both", "links"], default="both",
+        help="links: no single nodes, the pair on each cable against the pair on an unlimited one",
+    )  # fmt: skip
+    parser.add_argument("--depth", type=int, choices=sorted(SHAPES), default=4, help="of --part links")
     parser.add_argument("--from-equal", action="store_true", help="let the rows of unequal nodes start equal")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
@@ -133,8 +151,12 @@ def main() -> None:
         print(f"not measured: {why}")
         return
     os.environ.setdefault("NANOCHAT_DTYPE", "auto")
-    results = equal_nodes(args.base, args.batch, args.steps, [None, *args.link]) if args.part != "unequal" else []
-    if args.part != "equal":
+    results = []
+    if args.part == "links":
+        results = over_links(args.base, args.batch, args.steps, args.link, args.depth)
+    if args.part in ("equal", "both"):
+        results = equal_nodes(args.base, args.batch, args.steps, [None, *args.link])
+    if args.part in ("unequal", "both"):
         results += fast_and_slow(args.base, args.batch, args.steps, args.from_equal)
     print(table(results))
     if args.json:

@@ -1,8 +1,8 @@
 """A few operations in C++, each with a twin in PyTorch: which library fits this CPU, and the calls into it.
 
 The libraries (`build.py` compiles them) are plain C interfaces over memory, loaded with ctypes. The CPU's
-instructions, torch's own limit (ATEN_CPU_CAPABILITY) and LANTRAIN_KERNELS (off, v3, v4, v4bf16, v4amx, neon; default: the best
-that this CPU runs) decide which one runs. Without a library the twins do the same work.
+instructions, torch's own limit (ATEN_CPU_CAPABILITY) and LANTRAIN_KERNELS (off or a name; default: the
+best that this CPU runs) decide which one runs. Without a library the twins do the same work.
 """
 
 from __future__ import annotations

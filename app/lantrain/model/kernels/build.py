@@ -46,7 +46,8 @@ def takes(cxx: str, flags: list[str]) -> bool:
 def build(folder: Path, machine: str | None = None) -> list[Path]:
     """Compile every library of an architecture (default: this one) into `folder`; returns their paths.
 
-    Those for instructions that the compiler does not know are left out, with a line. Raises FileNotFoundError without a compiler, subprocess.CalledProcessError when it fails.
+    Those for instructions that the compiler does not know are left out, with a line. Raises FileNotFoundError without a
+    compiler, subprocess.CalledProcessError when it fails.
     """
     cxx = compiler()
     if cxx is None:
