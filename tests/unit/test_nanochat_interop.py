@@ -249,14 +249,15 @@ def test_twenty_steps_from_the_same_init_and_rows(ask: Ask) -> None:
 def test_twenty_steps_with_the_default_warmup(ask: Ask, monkeypatch: pytest.MonkeyPatch) -> None:
     """With 40 steps of warmup, backout_lambda passes 1 about step 18, where the last norm has next to nothing to
     normalise, and any rounding is amplified a thousandfold (docs/log.md): nanochat leaves itself by 6e-4 when the same
-    rows are accumulated in other micro-batches. So the yardstick there is its own departure. By PyTorch's operators:
-    those in C++ are no less exact, but round otherwise; the run above is theirs.
+    rows are accumulated in other micro-batches. So the yardstick there is its own departure, the largest of two
+    regroupings. By PyTorch's operators: those in C++ are no less exact, but round otherwise; the run above is theirs.
     """
     monkeypatch.setenv("LANTRAIN_KERNELS", "off")
     request, data, ours = twenty_steps(warmup_steps=40)
     theirs = ask(**request, micro_batches=data)["losses"]
-    regrouped = ask(**request, micro_batches=data.view(20, 4, 1, -1))["losses"]
-    for step in range(20):
-        own_departure = abs(regrouped[step] - theirs[step])
-        assert abs(ours[step] - theirs[step]) <= max(1e-3, 5 * own_departure), (step, ours, theirs, regrouped)
+    own_departure = 0.0
+    for micro_batches, rows in ((4, 1), (1, 4)):
+        regrouped = ask(**request, micro_batches=data.view(20, micro_batches, rows, -1))["losses"]
+        own_departure = max(own_departure, *(abs(a - b) for a, b in zip(regrouped, theirs, strict=True)))
+    assert ours == pytest.approx(theirs, abs=max(1e-3, 5 * own_departure)), own_departure
     assert ours[:16] == pytest.approx(theirs[:16], abs=1e-4)
