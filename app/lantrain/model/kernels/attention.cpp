@@ -61,8 +61,8 @@ struct Block {
 
 // scores (block, chunk) = left (block, width) times the packed transposed right; only panels that a tile sees.
 template <class P>
-void products_with_keys(const Block<P>& block, const typename P::unit* left, const typename P::unit* right, const Shape& s,
-                        Range chunk, float* scores, int64_t ld) {
+void products_with_keys(const Block<P>& block, const typename P::unit* left, const typename P::unit* right,
+                        const Shape& s, Range chunk, float* scores, int64_t ld) {
   const int64_t units = s.width / P::PAIR;
   for (int64_t j = chunk.first; j < chunk.last; j += PANEL)
     for (int64_t i = 0; i < block.count; i += P::ROWS) {
@@ -91,8 +91,8 @@ void sum_over_keys(const Block<P>& block, const typename P::unit* weights, const
 // out (keys, width) += transposed weights (chunk, block) times the packed rows of the block's queries or gradients.
 // weights are units of neighbouring queries: (block / PAIR, chunk), or (chunk, QUERIES / PAIR) for whole tiles.
 template <class P>
-void sum_over_queries(const Block<P>& block, const typename P::unit* weights, const typename P::unit* right, const Shape& s,
-                      Range chunk, int64_t ld, float* out) {
+void sum_over_queries(const Block<P>& block, const typename P::unit* weights, const typename P::unit* right,
+                      const Shape& s, Range chunk, int64_t ld, float* out) {
   const int64_t along_keys = P::STEP > 1 ? QUERIES<P> / P::PAIR : 1, along_queries = P::STEP > 1 ? 1 : ld;
   for (int64_t j = chunk.first; j < chunk.last; j += PANEL) {
     int64_t first = block.count, last = 0;  // the queries whose tiles see this panel: a run
@@ -106,9 +106,10 @@ void sum_over_queries(const Block<P>& block, const typename P::unit* weights, co
     const int64_t units = (last - first + P::PAIR - 1) / P::PAIR;
     for (int64_t key = j; key < j + PANEL; key += P::ROWS) {
       const int rows = int(std::min<int64_t>(P::ROWS, j + PANEL - key));
+      const typename P::unit* left = weights + first / P::PAIR * along_queries + (key - chunk.first) * along_keys;
       for (int64_t d = 0; d < s.width; d += PANEL)
-        tile_of<P>(rows, units, weights + first / P::PAIR * along_queries + (key - chunk.first) * along_keys, along_keys,
-                   along_queries, right + d / PANEL * (QUERIES<P> / P::PAIR * PANEL) + first / P::PAIR * PANEL, out + key * s.width + d,
+        tile_of<P>(rows, units, left, along_keys, along_queries,
+                   right + d / PANEL * (QUERIES<P> / P::PAIR * PANEL) + first / P::PAIR * PANEL, out + key * s.width + d,
                    s.width, true);
     }
   }
@@ -162,16 +163,14 @@ struct Scratch {
   static unit* as_units(Memory<float>& x) { return reinterpret_cast<unit*>(x.data); }
 };
 
-inline vu pair_of(vf low, vf high) {
-  return extended(narrowed(low)) | extended(narrowed(high)) << 16;
-}
+inline vu pair_of(vf low, vf high) { return extended(narrowed(low)) | extended(narrowed(high)) << 16; }
 
 // From scores (x.weights) and the products of the output's gradient with the values (x.slopes): weights, e^(scale *
 // score) / sum of the row, and slopes, the gradient of the scores before their scale, weight * (product - delta of the
 // row) * scale. Both as units along the queries, an odd last row paired with zeros; the slopes as units along the keys.
 template <class P>
-void score_gradients(const Block<P>& block, const Shape& s, Range chunk, int64_t ld, float scale, const float* inverse_sums,
-                     Scratch<P>& x) {
+void score_gradients(const Block<P>& block, const Shape& s, Range chunk, int64_t ld, float scale,
+                     const float* inverse_sums, Scratch<P>& x) {
   auto row = [&](int64_t i, int64_t j, vf* weight, vf* slope) {
     const int64_t at = i * ld + j;
     *weight = seen_exponential(s, load(x.weights.data + at), scale, block.first + i, chunk.first + j) * inverse_sums[i];

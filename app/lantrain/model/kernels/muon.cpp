@@ -11,7 +11,7 @@
 namespace {
 
 typedef NarrowProducts P;
-constexpr int64_t STRIPE = 64;   // rows of a matrix product that a thread takes at a time
+constexpr int64_t STRIPE = 64;  // rows of a matrix product that a thread takes at a time
 constexpr int64_t BLOCK = LANES;
 
 // The matrix as Polar Express sees it, wide: (rows, columns), rows <= columns.

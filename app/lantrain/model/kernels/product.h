@@ -4,7 +4,7 @@
 // one instruction multiplies and adds into a float. B is packed into panels of PANEL columns: [unit of k][column].
 //
 // A kind of products has ROWS, the rows that a tile computes at a time, STEP, the units of k that it takes at a time, and
-// Session, which lives in a thread as long as it computes tiles.
+// Session, which lives in a thread as long as that computes tiles. NarrowProducts are those for operands in bfloat16.
 #pragma once
 
 #include "simd.h"
@@ -120,8 +120,8 @@ inline void tile(int64_t count, const typename P::unit* a, int64_t row, int64_t 
     for (int n = 0; n < PANEL_VECTORS; n++) store(c + m * ldc + n * LANES, sums[m][n]);
 }
 
-// The same for any number of rows up to P::ROWS. Where P::STEP > 1: step must be 1, count is rounded up to P::STEP, and all
-// P::ROWS rows are read and written.
+// The same for any number of rows up to P::ROWS. Where P::STEP > 1: step must be 1, count is rounded up to P::STEP, and
+// all P::ROWS rows are read and written.
 template <class P>
 inline void tile_of(int rows, int64_t count, const typename P::unit* a, int64_t row, int64_t step,
                     const typename P::unit* b, float* c, int64_t ldc, bool add) {

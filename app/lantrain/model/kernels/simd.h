@@ -148,21 +148,20 @@ template <int N>
 struct vectors {
   vf v[N];
 };
-#define LANTRAIN_OPERATOR(op)                                                     \
-  template <int N>                                                                \
-  LANTRAIN_INLINE vectors<N> operator op(vectors<N> x, vectors<N> y) {                     \
-    for (int i = 0; i < N; i++) x.v[i] = x.v[i] op y.v[i];                        \
-    return x;                                                                     \
-  }                                                                               \
-  template <int N>                                                                \
-  LANTRAIN_INLINE vectors<N> operator op(vectors<N> x, float y) {                          \
-    for (int i = 0; i < N; i++) x.v[i] = x.v[i] op y;                             \
-    return x;                                                                     \
+#define LANTRAIN_OPERATOR(op)                                          \
+  template <int N>                                                     \
+  LANTRAIN_INLINE vectors<N> operator op(vectors<N> x, vectors<N> y) { \
+    for (int i = 0; i < N; i++) x.v[i] = x.v[i] op y.v[i];             \
+    return x;                                                          \
+  }                                                                    \
+  template <int N>                                                     \
+  LANTRAIN_INLINE vectors<N> operator op(vectors<N> x, float y) {      \
+    for (int i = 0; i < N; i++) x.v[i] = x.v[i] op y;                  \
+    return x;                                                          \
   }
 LANTRAIN_OPERATOR(+)
 LANTRAIN_OPERATOR(-)
 LANTRAIN_OPERATOR(*)
-LANTRAIN_OPERATOR(/)
 #undef LANTRAIN_OPERATOR
 template <int N>
 LANTRAIN_INLINE vectors<N> clamp(vectors<N> x, float low, float high) {
