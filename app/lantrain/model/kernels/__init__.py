@@ -19,11 +19,14 @@ from torch import Tensor
 
 FOLDER = Path(__file__).resolve().parent / "lib"
 SETTING = "LANTRAIN_KERNELS"
+V3 = ("avx2", "fma3")
+V4 = (*V3, "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl")
+V4BF16 = (*V4, "avx512_bf16")
 CAPABILITIES = {
-    "v4amx": ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16", "amx_tile", "amx_bf16"),
-    "v4bf16": ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl", "avx512_bf16"),
-    "v4": ("avx2", "fma3", "avx512_f", "avx512_bw", "avx512_dq", "avx512_vl"),
-    "v3": ("avx2", "fma3"),
+    "v4amx": (*V4BF16, "amx_tile", "amx_bf16"),
+    "v4bf16": V4BF16,
+    "v4": V4,
+    "v3": V3,
     "neon": (),
 }
 """What a library needs of the CPU, by torch's names; best first."""
