@@ -44,13 +44,17 @@ def flags(batch: int, seq_len: int = 512, depth: int = 4) -> list[str]:
     ]  # fmt: skip
 
 
+def _figures(what: str, run: Measured) -> dict[str, Any]:
+    return {
+        "what": what, "tokens_per_s": run.rate, "step_s": run.seconds, "rows": run.rows, "compute_s": run.compute,
+        "update_s": run.update, "steps_s": run.steps, "rounds_s": run.rounds,
+    }  # fmt: skip
+
+
 def _result(what: str, run: Measured, alone: float, apart: float, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """`alone`: a node's rate on a quiet machine; `apart`: the sum of both nodes', each by itself at the same time."""
-    return {
-        "what": what, "tokens_per_s": run.rate, "step_s": run.seconds, "against_one": run.rate / alone,
-        "of_apart": run.rate / apart, "rows": run.rows, "compute_s": run.compute, "update_s": run.update,
-        "steps_s": run.steps, "rounds_s": run.rounds, **(more or {}),
-    }  # fmt: skip
+    ratios = {"against_one": run.rate / alone, "of_apart": run.rate / apart}
+    return {**_figures(what, run), **ratios, **(more or {})}
 
 
 def _choice(log: str) -> str:
@@ -93,9 +97,8 @@ def over_links(base: Path, batch: int, steps: int, links: list[float], depth: in
         with nodes(2, mbit=mbit) as made:
             name = "an unlimited link" if mbit is None else f"{mbit:g} Mbit/s"
             runs.append((f"depth {depth}, {name}", train(made, base, given, steps, "bench-links")))
-    free = [run.rate for what, run in runs if what.endswith("link")]
-    rate = sum(free) / len(free)
-    return [_result(what, run, rate, rate) for what, run in runs]
+    rate = (runs[0][1].rate + runs[-1][1].rate) / 2
+    return [{**_figures(what, run), "of_unlimited": run.rate / rate} for what, run in runs]
 
 
 def fast_and_slow(base: Path, batch: int, steps: int, from_equal: bool) -> list[dict[str, Any]]:
@@ -131,6 +134,17 @@ def table(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def links_table(results: list[dict[str, Any]]) -> str:
+    """Markdown."""
+    lines = ["| pair | tok/s | step s | rows | of the unlimited link's rate |", "|---" * 5 + "|"]
+    for r in results:
+        rows = " + ".join(map(str, r["rows"]))
+        lines.append(
+            f"| {r['what']} | {r['tokens_per_s']:.0f} | {r['step_s']:.2f} | {rows} | {r['of_unlimited']:.1%} |"
+        )
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -158,7 +172,7 @@ def main() -> None:
         results = equal_nodes(args.base, args.batch, args.steps, [None, *args.link])
     if args.part in ("unequal", "both"):
         results += fast_and_slow(args.base, args.batch, args.steps, args.from_equal)
-    print(table(results))
+    print(links_table(results) if args.part == "links" else table(results))
     if args.json:
         args.json.write_text(json.dumps(results, indent=1))
 
