@@ -38,6 +38,15 @@ def test_on_ci_a_skipped_container_test_is_a_failure(test: str) -> None:
     assert "skipped" not in done.stdout.splitlines()[-1]
 
 
+def test_on_ci_a_test_skipped_for_lack_of_a_compiler_is_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    test = "tests/unit/model/test_model_kernels.py::test_build_makes_every_library_of_this_architecture"
+    assert without_docker(test, "").returncode == 0
+    done = without_docker(test, "true")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "skipped on CI: " in done.stdout
+
+
 def test_a_missing_nanochat_is_a_skip_that_says_so_everywhere() -> None:
     done = without_docker("tests/unit/test_nanochat_interop.py", "true")
     assert done.returncode == 0, done.stdout + done.stderr

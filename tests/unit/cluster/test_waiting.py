@@ -89,6 +89,7 @@ def test_one_thread_and_the_environments_policy_are_left_alone(monkeypatch: pyte
         assert not waiting.asleep
 
 
+@pytest.mark.on_ci
 @pytest.mark.skipif(openmp() is None, reason="torch brings no GNU OpenMP here")
 @pytest.mark.usefixtures("free")
 def test_a_little_waiting_changes_nothing() -> None:
@@ -104,6 +105,7 @@ def test_a_little_waiting_changes_nothing() -> None:
     assert not waiting.asleep
 
 
+@pytest.mark.on_ci
 @pytest.mark.skipif(openmp() is None, reason="torch brings no GNU OpenMP here")
 @pytest.mark.usefixtures("free")
 def test_it_is_said_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ TOLERANCE = {torch.float32: 3e-6, torch.bfloat16: 6e-3}  # relative L2 error aga
 pytestmark = pytest.mark.filterwarnings("error")
 
 
-@pytest.fixture(params=BUILT or ["none"])
+@pytest.fixture(params=BUILT or [pytest.param("none", marks=pytest.mark.on_ci)])
 def library(request, monkeypatch):
     if request.param == "none":
         pytest.skip("no C++ library is built: `make venv` builds it where g++ is")
@@ -363,6 +363,7 @@ def test_on_an_emulated_cpu(tmp_path, machine, name, compiler, runner):
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.on_ci
 def test_build_makes_every_library_of_this_architecture(tmp_path):
     if build.compiler() is None:
         pytest.skip("no g++ here")
@@ -374,6 +375,7 @@ def test_build_makes_every_library_of_this_architecture(tmp_path):
             kernels_module.load(path, "test")
 
 
+@pytest.mark.on_ci
 def test_build_leaves_out_what_the_compiler_does_not_know(tmp_path, monkeypatch, capsys):
     """GCC 10 knows no AMX, for one."""
     if build.compiler() is None:
