@@ -5,10 +5,11 @@
 
 A step is 2048 tokens (or --tokens) in micro-batches: forward, backward, optimizer, in one process (depth 4: rows of
 512, two at a time; depth 8 and 12: rows of 1024, one at a time). Each configuration has a fresh process, so that its
-peak memory and its start are its own: "ready" is the time from process start to the beginning of the first step. "GEMM
-alone" is the time that the step's matrix products take by themselves (into memory that is there already), timed in the
-same process right after; "share" is that / step. "ours / its" compares model FLOP/s as the recipe counts them, on the
-same model (nanochat) or on one of equal size (a Llama): for the former it is the ratio of tokens a second, too.
+peak memory and its start are its own: "ready" is the time from process start to the beginning of the first step. What
+the steps leave for later, of the rows of the tables, is done after them, and counted with them. "GEMM alone" is the time
+that the step's matrix products take by themselves (into memory that is there already), timed in the same process right
+after; "share" is that / step. "ours / its" compares model FLOP/s as the recipe counts them, on the same model (nanochat)
+or on one of equal size (a Llama): for the former it is the ratio of tokens a second, too.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,65 +47,38 @@ class Trainer:
     """One process's training step with the model and optimizers of this project."""
 
     def __init__(self, depth: int, dtype: Any, tokens: int = 2048) -> None:
-        import torch
 
+        from lantrain.cluster.group import Ranks
         from lantrain.model.gpt import GPT, config_for_depth
         from lantrain.model.memory import keep_freed_memory
         from lantrain.optim.groups import parameter_groups
-        from lantrain.optim.muon import second_moment_shape
+        from lantrain.optim.sharded import ShardedOptimizer
 
         keep_freed_memory()
         length, _ = SHAPES[depth]
         self.model = GPT(config_for_depth(depth, sequence_len=length, vocab_size=VOCAB), dtype)
         self.model.init_weights()
-        self.dtype, self.data, self.step_count = dtype, token_rows(depth, tokens), 0
-        self.tokens = tokens
+        self.dtype, self.data, self.tokens = dtype, token_rows(depth, tokens), tokens
         self.weights = dict(self.model.named_parameters())
         self.groups = parameter_groups(self.model, **RATES, weight_decay=0.1)
-        self.state: dict[str, tuple[Any, Any]] = {}
-        for group in self.groups:
-            for name in group.names:
-                first = torch.zeros(self.weights[name].shape)
-                shape = second_moment_shape((first.size(0), first.size(1))) if group.kind == "muon" else first.shape
-                self.state[name] = first, torch.zeros(shape)
+        tables = set(self.model.embedding_tables())
+        self.optimizer = ShardedOptimizer(self.weights, self.groups, tables, Ranks(0, 1), muon_dtype=dtype)
 
     def step(self) -> float:
-        """One step; returns its mean loss."""
-        from lantrain.model.embedding import EmbeddingRows
-
-        rows = EmbeddingRows.gather(self.model.embedding_tables(), self.data[..., :-1], VOCAB)
-        total = 0.0
+        """One step as the trainer makes it; returns its mean loss."""
+        rows, total = self.optimizer.gather_rows(self.data[..., :-1]), 0.0
         for tokens in self.data:
             loss = self.model.loss(tokens[:, :-1], tokens[:, 1:], scale=1 / self.tokens, rows=rows)
             loss.backward()
             total += loss.item()
-        self.step_count += 1
-        self._update({name: leaf.grad for name, leaf in rows.rows.items()}, rows.ids)
-        self.model.zero_grad(set_to_none=True)
+        self.optimizer.step(rows, lr_multiplier=1.0, muon_momentum=0.9, muon_weight_decay=0.1)
         return total
 
-    def _update(self, row_grads: dict[str, Any], ids: Any) -> None:
-        import torch
-
-        from lantrain.optim.adamw import adamw_update
-        from lantrain.optim.muon import muon_update
-
-        dense: Any = None  # one table's gradient, reused for the next
-        for group in self.groups:
-            for name in group.names:
-                weight, grad = self.weights[name].detach(), self.weights[name].grad
-                first, second = self.state[name]
-                if group.kind == "muon":
-                    stacks = [tensor[None] for tensor in (weight, grad, first, second) if tensor is not None]
-                    muon_update(*stacks, lr=group.lr, momentum=0.9, weight_decay=0.1, dtype=self.dtype)
-                    continue
-                if name in row_grads:
-                    if dense is None or dense.shape != weight.shape:
-                        dense = torch.zeros_like(weight)
-                    grad = dense.index_copy_(0, ids, row_grads[name])
-                assert grad is not None
-                constants: Any = {"betas": group.betas, "eps": group.eps, "weight_decay": group.weight_decay}
-                adamw_update(weight, grad, first, second, step=self.step_count, lr=group.lr, **constants)
+    def settle_seconds(self) -> float:
+        """Seconds a step for what steps leave for later, rows of the tables that nobody has read: of all so far."""
+        began = time.perf_counter()
+        self.optimizer.finish()
+        return (time.perf_counter() - began) / self.optimizer.steps
 
 
 def roofline_seconds(trainer: Trainer) -> dict[str, float]:
@@ -176,7 +151,7 @@ def measure(depth: int, dtype_name: str, tokens: int, repeats: int) -> dict[str,
     ready = process_age()
     trainer.step()
     first = process_age()
-    seconds = median_seconds(trainer.step, repeats, warm=repeats < STEPS)
+    seconds = median_seconds(trainer.step, repeats, warm=repeats < STEPS) + trainer.settle_seconds()
     peak = peak_megabytes()  # before the roofline allocates
     parts = roofline_seconds(trainer)
     square = torch.randn(1024, 1024).to(dtype)

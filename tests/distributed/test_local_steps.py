@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from lantrain.cluster.group import Ranks
-from lantrain.model.embedding import EmbeddingRows
 from lantrain.model.gpt import GPT, config_for_depth
 from lantrain.optim.groups import ParamGroup, parameter_groups
 from lantrain.optim.local_steps import LocalSteps
@@ -63,7 +62,7 @@ def _step(model: GPT, optimizer: LocalSteps | ShardedOptimizer, step: int, rank:
     if rows:
         data = _data(step, rank, rows)
         inputs, targets = data[:, :-1].contiguous(), data[:, 1:].contiguous()
-        touched = EmbeddingRows.gather(model.embedding_tables(), inputs, VOCAB)
+        touched = optimizer.gather_rows(inputs)
         model.loss(inputs, targets, scale=1 / inputs.numel(), rows=touched).backward()
     optimizer.step(touched, **SCHEDULE)
     if isinstance(optimizer, LocalSteps):
@@ -100,6 +99,8 @@ def _reference(shares: list[int], rounds: list[int], outer_lr: float, outer_mome
                 if shares[rank]:
                     _step(model, optimizer, step, rank, shares[rank])
             step += 1
+        for optimizer in inner:
+            optimizer.finish()
         own = [_weights(model) for model in models]
         for name, param in shared.items():
             mean = sum(share * w[name].double() for share, w in zip(shares, own, strict=True)) / sum(shares)

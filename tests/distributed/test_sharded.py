@@ -49,15 +49,16 @@ def _train(model: GPT, optimizer: ShardedOptimizer, ranks: Ranks, steps: range) 
     """Six rows a step, split over the ranks in order, each with gradients of its own; some ranks may get no row."""
     mine = _mine(ranks)
     for step in steps:
-        rows = _add_gradients(model, step, mine) if len(mine) else None
+        rows = _add_gradients(model, optimizer, step, mine) if len(mine) else None
         optimizer.step(rows, **SCHEDULE)
         assert all(param.grad is None for param in model.parameters())
+    optimizer.finish()
 
 
-def _add_gradients(model: GPT, step: int, mine: range) -> EmbeddingRows:
+def _add_gradients(model: GPT, optimizer: ShardedOptimizer, step: int, mine: range) -> EmbeddingRows:
     tables = model.embedding_tables()
     data = torch.randint(0, 200, (6, 16), generator=torch.Generator().manual_seed(step))
-    rows = EmbeddingRows.gather(tables, data[mine.start : mine.stop], 200)
+    rows = optimizer.gather_rows(data[mine.start : mine.stop])
     for place, (name, param) in enumerate(model.named_parameters()):
         target = rows.rows[name] if name in tables else param
         target.grad = torch.zeros_like(target)

@@ -6,7 +6,6 @@ import json
 import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from lantrain.cluster.group import Ranks
-from lantrain.model.embedding import EmbeddingRows
 from lantrain.optim import wire
 from lantrain.optim.groups import parameter_groups
 from lantrain.optim.owners import Piece
@@ -89,7 +87,7 @@ def _backward_passes(ranks: Ranks, early: bool) -> Any:
         rows = None
         if ranks.rank < 2:
             data = torch.randint(0, 200, (2, 17), generator=torch.Generator().manual_seed(10 * step + ranks.rank))
-            rows = EmbeddingRows.gather(model.embedding_tables(), data[:, :-1], 200)
+            rows = optimizer.gather_rows(data[:, :-1])
             for micro in range(2):
                 if early and micro == 1:
                     optimizer.gradients_become_final()
@@ -98,6 +96,7 @@ def _backward_passes(ranks: Ranks, early: bool) -> Any:
                 within += len(optimizer._pending)
         optimizer.send_gradients()
         optimizer.step(rows, **SCHEDULE)
+    optimizer.finish()
     return {name: t.detach() for name, t in model.named_parameters()}, within
 
 
@@ -121,8 +120,7 @@ def _late_steps(ranks: Ranks, late: set[str], dtype: torch.dtype) -> Any:
     on_their_way = []
     for step in range(3):
         data = torch.randint(0, 200, (1, 17), generator=torch.Generator().manual_seed(10 * step + ranks.rank))
-        rows = EmbeddingRows.gather(model.embedding_tables(), data[:, :-1], 200)
-        rows = replace(rows, casts=optimizer.casts())
+        rows = optimizer.gather_rows(data[:, :-1])
         on_their_way.append(len(optimizer._on_their_way))
         model.loss(data[:, :-1], data[:, 1:], scale=1 / 48, rows=rows).backward()
         optimizer.step(rows, **SCHEDULE)
@@ -202,7 +200,8 @@ def _count(ranks: Ranks) -> Any:
     _train(model, optimizer, ranks, range(1, 21))
     torch.distributed.barrier()
     sent = _sent_on_loopback() - before
-    touched = sum(rows.ids.numel() for rows in (_add_gradients(model, step, _mine(ranks)) for step in range(1, 21)))
+    mine = _mine(ranks)
+    touched = sum(_add_gradients(model, optimizer, step, mine).ids.numel() for step in range(1, 21))
     return sent, 20 * sum(optimizer.bytes_per_step().values()), optimizer.tables.bytes_per_row() * touched
 
 

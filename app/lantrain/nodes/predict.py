@@ -22,6 +22,8 @@ EFFICIENCY = 0.6
 """Model FLOP/s of forward and backward as a share of the GEMM rate of joining (docs/log.md: 0.55 to 0.65)."""
 ELEMENT_SECONDS = 1e-9
 """Update of one element by AdamW, and what belongs to it: sum, copy. A quarter to a half of this was measured alone."""
+WAITING = 0.3
+"""Update of a table's element against that: most rows wait, and several steps are taken at once (docs/log.md)."""
 TOUCHED, TOUCHED_POWER = 2.2, 0.75
 """Different tokens in n tokens of text: 2.2 n^0.75, a third of 2048 and a fifth of 16384 (training/wire_plan.py)."""
 HIDDEN = 0.5
@@ -99,7 +101,7 @@ def step_seconds(work: Work, nodes: Sequence[Speed], seconds_per_row: Sequence[f
     own = [node.flops / total for node in nodes]  # owners are chosen by speed
     if work.owned is not None and world > 1:
         own = [parameters / work.dense for parameters in work.owned([node.flops for node in nodes])]
-    elements = work.tables + work.dense * max(own)
+    elements = WAITING * work.tables + work.dense * max(own)
     update = work.update_flops / (EFFICIENCY * total) + ELEMENT_SECONDS * elements
     if world == 1:
         return Prediction(longest(rows, per_row), update, 0.0, 0.0, rows)

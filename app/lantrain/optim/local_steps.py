@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from lantrain.cluster.exchange import start_exchange
 from lantrain.cluster.group import Ranks, broadcast_json
 from lantrain.errors import WRONG_NUMBERS_EXIT, UserError
-from lantrain.model.embedding import EmbeddingRows, WeightCasts
+from lantrain.model.embedding import EmbeddingRows
 from lantrain.optim.groups import ParamGroup
 from lantrain.optim.quantise import BLOCK, dequantise, packed_bytes, quantise
 from lantrain.optim.sharded import ShardedOptimizer
@@ -117,11 +117,12 @@ class LocalSteps:
             param.grad = None
 
     def finish(self) -> None:
-        """Nothing: no weights are on their way after a step."""
+        """Bring all rows of the tables up to date: from now on, to the next step, all parameters may be read."""
+        self.inner.finish()
 
-    def casts(self) -> WeightCasts:
-        """Weights in the compute dtype for the next forward passes."""
-        return self.inner.casts()
+    def gather_rows(self, idx: Tensor) -> EmbeddingRows:
+        """What the next forward passes read for token ids `idx` (any shape), up to date."""
+        return self.inner.gather_rows(idx)
 
     @property
     def waited(self) -> float:
@@ -138,6 +139,7 @@ class LocalSteps:
 
         Raises UserError on every rank, before the shared weights are touched, when a change is not a number.
         """
+        self.finish()
         weight, ids = self._agree_on_round()
         averages = []
         for names, bits in self._exchanges:

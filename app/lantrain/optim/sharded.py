@@ -1,13 +1,15 @@
 """Muon and AdamW with owners: each tensor's optimizer state lives on one rank, for any number of ranks.
 
 A step sends every gradient to its owner, who sums, updates, and sends the new weights to all ranks (optim/wire.py).
-Embedding tables are the exception: they are updated alike on every rank (optim/tables.py). New weights of `late`
-parameters, the head's, may still travel when the next forward pass begins.
+Embedding tables are the exception: they are updated alike on every rank (optim/tables.py). After a step not all new
+weights need be there: those of `late` parameters, the head's, may still travel when the next forward pass begins, and
+rows of the tables are brought up to date when they are read.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -40,8 +42,9 @@ class ShardedOptimizer:
     ) -> None:
         """Prepare owners for `params` (by state-dict name); `tables` names the replicated embedding tables.
 
-        late: names of parameters that the forward pass uses last, and reads through `casts` alone. They are updated
-        last, and `step` does not wait for their new weights; whoever reads them otherwise calls `finish` before.
+        late: names of parameters that the forward pass uses last. They are updated
+        last, and `step` does not wait for their new weights. Like rows of the tables they are read through
+        `gather_rows`; whoever reads them otherwise calls `finish` before.
         wire_dtype: of gradients and weights while they travel, float32 or bfloat16. With bfloat16 the large parameters
         are rounded here, on every rank alike, and their owners keep what they were (`full_weights`).
         """
@@ -160,7 +163,7 @@ class ShardedOptimizer:
         Reads `.grad` of the parameters and of `rows` (None on a rank that had no rows this step), and clears the
         former. Collective: every rank calls it.
         """
-        self.finish()
+        self._take_late_weights()
         self.steps += 1
         self.send_gradients()
         touched = self.tables.send_rows(rows)
@@ -183,18 +186,24 @@ class ShardedOptimizer:
                 view.copy_(values.view_as(view))
 
     @torch.no_grad()
-    def finish(self) -> None:
-        """Wait for the late weights of the last step: from now on all parameters may be read."""
+    def _take_late_weights(self) -> None:
         self._take_weights(self._on_their_way)
         self._on_their_way.clear()
 
-    def casts(self) -> WeightCasts:
-        """Weights in the compute dtype for the next forward passes; a late one is waited for when it is asked for."""
-        return _LateCasts(self)
+    def finish(self) -> None:
+        """Wait for the late weights of the last step, and bring all rows of the tables up to date: from now on, to the
+        next step, all parameters may be read.
+        """
+        self._take_late_weights()
+        self.tables.settle()
 
-    def is_late(self, weight: Tensor) -> bool:
-        """Whether `step` may not have waited for this parameter's new weights."""
-        return id(weight) in self._late
+    def gather_rows(self, idx: Tensor) -> EmbeddingRows:
+        """What the next forward passes read for token ids `idx` (any shape): the rows of the tables, up to date, and
+        weights in the compute dtype, of which a late one is waited for when it is asked for.
+        """
+        self.tables.settle_rows(idx)
+        rows = EmbeddingRows.gather(self.tables.params, idx, self.tables.vocab)
+        return replace(rows, casts=_LateCasts(self._late, self._take_late_weights))
 
     def _update(self, piece: Piece, gradient: Tensor, lr_multiplier: float, momentum: float, decay: float) -> None:
         group, weights = self.groups[piece.group], self._weights(piece)
@@ -257,6 +266,7 @@ class ShardedOptimizer:
 
     def full_state(self) -> dict[str, Tensor] | None:
         """The whole state by `name.kind` on the leader, None elsewhere: free of the number of ranks. Collective."""
+        self.tables.settle()
         state: dict[str, Tensor] = {}
         for (name, kind), pieces in sorted(self._state_tensors().items()):
             whole = torch.empty(self._state_shape(name, kind)) if self.ranks.leader else None
@@ -277,6 +287,7 @@ class ShardedOptimizer:
 
     def load_full_state(self, state: Mapping[str, Tensor] | None, steps: int) -> None:
         """Spread the leader's whole state over the owners. Collective; raises KeyError or ValueError on the leader."""
+        self.tables.settle()
         self.steps = steps
         if self.ranks.leader:
             assert state is not None
@@ -315,11 +326,11 @@ class ShardedOptimizer:
 class _LateCasts(WeightCasts):
     """The casts of a step, which wait for late weights at their first use."""
 
-    def __init__(self, optimizer: ShardedOptimizer) -> None:
+    def __init__(self, late: set[int], take_late_weights: Callable[[], None]) -> None:
         super().__init__()
-        self._optimizer = optimizer
+        self._late, self._take_late_weights = late, take_late_weights
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if self._optimizer.is_late(weight):
-            self._optimizer.finish()
+        if id(weight) in self._late:
+            self._take_late_weights()
         return super().of(weight, dtype)

@@ -9,7 +9,6 @@ import resource
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 from typing import Any, TypeVar
@@ -252,8 +251,7 @@ class Loop:
             optimizer.send_gradients()
             return 0.0, None
         inputs, targets = batch.rows[:, :-1].contiguous(), batch.rows[:, 1:].contiguous()
-        rows = EmbeddingRows.gather(self.model.embedding_tables(), inputs, self.plan.model.vocab_size)
-        rows = replace(rows, casts=optimizer.casts())
+        rows = optimizer.gather_rows(inputs)
         total, start = 0.0, 0
         for size in micro_batches(len(inputs), self.args.device_batch_size):
             micro = slice(start, start + size)

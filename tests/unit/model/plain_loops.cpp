@@ -12,6 +12,9 @@ void lantrain_attention_forward(void*, void*, void*, void*, float*, const int64_
 void lantrain_attention_backward(void*, void*, void*, void*, void*, void*, void*, void*, const float*, const int64_t*,
                                  const int64_t*, int, float, int);
 void lantrain_squared_relu(void*, void*, int64_t, int, int);
+void lantrain_adamw(float*, const float*, float*, float*, int64_t, const float*, const float*, int);
+void lantrain_adamw_rows(float*, float*, float*, const float*, const int64_t*, int64_t, int64_t, const int32_t*,
+                         const float*, const float*, int64_t, int);
 }
 
 static std::vector<float> random_floats(int64_t count, double size) {
@@ -105,6 +108,54 @@ static double squared_relu_difference() {
   return worst;
 }
 
+// One element's step, each operation rounded by itself: volatile keeps the compiler from joining two.
+static void adamw_step(float& p, float& m, float& v, float g, const float* c, const float* s) {
+  volatile float kept = m * c[0], added = g * c[1], kept2 = v * c[2], square = g * g;
+  volatile float added2 = square * c[3];
+  m = kept + added;
+  v = kept2 + added2;
+  if (fabsf(m) < 0x1p-100f) m = 0;
+  if (fabsf(v) < 0x1p-100f) v = 0;
+  volatile float root = sqrtf(v), decayed = p * s[0], size = m * s[1];
+  volatile float scaled = root * s[2];
+  volatile float below = scaled + c[4];
+  volatile float change = size / below;
+  p = decayed - change;
+}
+
+// Bits that differ: rows that wait for their steps, then one with a gradient; and single steps of odd length.
+static double adamw_difference() {
+  const int64_t rows = 3, width = 77, count = 90, ids[] = {2, 0};
+  const float constants[] = {0.8f, float(1 - 0.8), 0.995f, float(1 - 0.995), 1e-10f};
+  const int32_t behind[] = {90, 5, 7};
+  auto p = random_floats(rows * width, 1), m = random_floats(rows * width, 1e-3), v = random_floats(rows * width, 1e-4);
+  auto grad = random_floats(2 * width, 1e-2);
+  for (auto& value : v) value = fabsf(value);
+  std::vector<float> steps;
+  for (int64_t t = 0; t < count; t++) {
+    steps.push_back(1 - 1e-4f * float(t));
+    steps.push_back(0.01f * float(t % 40));
+    steps.push_back(1 + 1 / float(t + 1));
+  }
+  auto p2 = p, m2 = m, v2 = v;
+  double different = 0;
+  auto compare = [&] {
+    for (size_t i = 0; i < p.size(); i++) different += p[i] != p2[i] || m[i] != m2[i] || v[i] != v2[i];
+  };
+  lantrain_adamw_rows(p.data(), m.data(), v.data(), grad.data(), ids, 2, width, behind, constants, steps.data(), count, 2);
+  for (int64_t i = 0; i < 2; i++)
+    for (int64_t t = count - behind[ids[i]]; t < count; t++)
+      for (int64_t d = 0; d < width; d++) {
+        const int64_t at = ids[i] * width + d;
+        adamw_step(p2[at], m2[at], v2[at], t == count - 1 ? grad[i * width + d] : 0, constants, &steps[3 * t]);
+      }
+  compare();
+  lantrain_adamw(p.data(), grad.data(), m.data(), v.data(), 2 * width, constants, &steps[30], 2);
+  for (int64_t i = 0; i < 2 * width; i++) adamw_step(p2[i], m2[i], v2[i], grad[i], constants, &steps[30]);
+  compare();
+  return different;
+}
+
 static bool within(const char* name, double difference, double limit) {
   printf("%s: %.1e\n", name, difference);
   return difference < limit;
@@ -114,5 +165,6 @@ int main() {
   bool good = within("loss", loss_difference(), 2e-6);
   for (int64_t window : {3, 40, 200}) good &= within("attention", attention_difference(window), 1e-5);
   good &= within("squared relu", squared_relu_difference(), 1e-6);
+  good &= within("adamw", adamw_difference(), 0.5);
   return good ? 0 : 1;
 }

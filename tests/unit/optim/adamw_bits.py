@@ -6,6 +6,7 @@ import sys
 import numpy as np
 import torch
 
+from lantrain.model.kernels import describe
 from lantrain.optim.adamw import adamw_update
 
 torch.set_num_threads(int(sys.argv[1]))
@@ -24,4 +25,4 @@ for shape in [(7,), (32, 24), (401, 256), (1003, 257)]:
         adamw_update(param, grad, m, v, step=step, lr=0.0173, betas=(0.8, 0.995), eps=1e-10, weight_decay=0.013)
     for z in (param, m, v):
         digest.update(z.numpy().tobytes())
-print(torch.backends.cpu.get_cpu_capability(), digest.hexdigest())
+print(f"{torch.backends.cpu.get_cpu_capability()}:{describe()}".replace(" ", "_"), digest.hexdigest())

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-SOURCES = ("loss.cpp", "attention.cpp", "elementwise.cpp", "muon.cpp")
+SOURCES = ("loss.cpp", "attention.cpp", "elementwise.cpp", "muon.cpp", "adamw.cpp")
 HERE = Path(__file__).resolve().parent
 TARGETS = {
     "x86_64": {

@@ -68,20 +68,6 @@ void each(int64_t count, int threads, F f) {
   }
 }
 
-// The last few elements go through a vector's worth of memory of their own.
-template <class T>
-vf load_some(const T* p, int64_t count) {
-  if (count >= LANES) return load(p);
-  vf x = {};
-  for (int64_t i = 0; i < count; i++) x[i] = widen(p[i]);
-  return x;
-}
-template <class T>
-void store_some(T* p, vf x, int64_t count) {
-  if (count >= LANES) return store(p, x);
-  for (int64_t i = 0; i < count; i++) narrow(x[i], p + i);
-}
-
 template <class T>
 void squared_relu(T* hidden, T* squared, int64_t count, int threads) {
   each<T>(count, threads, [=](int64_t i, int64_t stop) {

@@ -5,7 +5,7 @@
 #include <cstring>
 #include <new>
 
-#if defined(__AVX512F__)
+#if defined(__x86_64__)
 #include <immintrin.h>
 #endif
 
@@ -82,6 +82,20 @@ inline vh narrowed(vf x) {
 #endif
 }
 inline void store(bf16* p, vf x) { *reinterpret_cast<vh_mem*>(p) = narrowed(x); }
+
+// The last few elements go through a vector's worth of memory of their own.
+template <class T>
+inline vf load_some(const T* p, int64_t count) {
+  if (count >= LANES) return load(p);
+  vf x = {};
+  for (int64_t i = 0; i < count; i++) x[i] = widen(p[i]);
+  return x;
+}
+template <class T>
+inline void store_some(T* p, vf x, int64_t count) {
+  if (count >= LANES) return store(p, x);
+  for (int64_t i = 0; i < count; i++) narrow(x[i], p + i);
+}
 
 // The transpose of LANES vectors: each round interleaves the halves, which rotates the bits of every element's place.
 template <class V>
