@@ -6,10 +6,10 @@
 A step is 2048 tokens (or --tokens) in micro-batches: forward, backward, optimizer, in one process (depth 4: rows of
 512, two at a time; depth 8 and 12: rows of 1024, one at a time). Each configuration has a fresh process, so that its
 peak memory and its start are its own: "ready" is the time from process start to the beginning of the first step. What
-the steps leave for later, of the rows of the tables, is done after them, and counted with them. "GEMM alone" is the time
-that the step's matrix products take by themselves (into memory that is there already), timed in the same process right
-after; "share" is that / step. "ours / its" compares model FLOP/s as the recipe counts them, on the same model (nanochat)
-or on one of equal size (a Llama): for the former it is the ratio of tokens a second, too.
+the steps leave for later, of the rows of the tables, is done after them, and counted with them. "GEMM alone" is the
+time that the step's matrix products take by themselves (into memory that is there already), timed in the same process
+right after; "share" is that / step. "ours / its" compares model FLOP/s as the recipe counts them, on the same model
+(nanochat) or on one of equal size (a Llama): for the former it is the ratio of tokens a second, too.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ OWN = "lantrain"
 class Trainer:
     """One process's training step with the model and optimizers of this project."""
 
-    def __init__(self, depth: int, dtype: Any, tokens: int = 2048) -> None:
+    def __init__(self, depth: int, dtype: Any, tokens: int = 2048, moments: str = "float32") -> None:
+        import torch
 
         from lantrain.cluster.group import Ranks
         from lantrain.model.gpt import GPT, config_for_depth
@@ -62,7 +63,9 @@ class Trainer:
         self.weights = dict(self.model.named_parameters())
         self.groups = parameter_groups(self.model, **RATES, weight_decay=0.1)
         tables = set(self.model.embedding_tables())
-        self.optimizer = ShardedOptimizer(self.weights, self.groups, tables, Ranks(0, 1), muon_dtype=dtype)
+        self.optimizer = ShardedOptimizer(
+            self.weights, self.groups, tables, Ranks(0, 1), muon_dtype=dtype, moments_dtype=getattr(torch, moments)
+        )
 
     def step(self) -> float:
         """One step as the trainer makes it; returns its mean loss."""
@@ -139,7 +142,7 @@ def roofline_seconds(trainer: Trainer) -> dict[str, float]:
     return {"weights": weights * micro_batches, "attention": attention * micro_batches, "muon": muon}
 
 
-def measure(depth: int, dtype_name: str, tokens: int, repeats: int) -> dict[str, Any]:
+def measure(depth: int, dtype_name: str, tokens: int, repeats: int, moments: str = "float32") -> dict[str, Any]:
     """All figures of one configuration, in this process."""
     import torch
 
@@ -147,7 +150,7 @@ def measure(depth: int, dtype_name: str, tokens: int, repeats: int) -> dict[str,
 
     imported = process_age()
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype_name]
-    trainer = Trainer(depth, dtype, tokens)
+    trainer = Trainer(depth, dtype, tokens, moments)
     ready = process_age()
     trainer.step()
     first = process_age()
@@ -223,6 +226,7 @@ def main() -> None:
     parser.add_argument("--dtype", nargs="+", default=["fp32"], choices=["fp32", "bf16"])
     parser.add_argument("--tokens", type=int, default=2048, help="of a step, a multiple of 1024")
     parser.add_argument("--steps", type=int, default=STEPS, help="timed; fewer for steps of a minute")
+    parser.add_argument("--moments-dtype", default="float32", choices=["float32", "bfloat16"], help="as the trainer's")
     parser.add_argument("--json", type=Path, help="write the figures here as well")
     parser.add_argument("--nanochat", type=Path, help="a checkout to measure beside")
     parser.add_argument("--transformers", action="store_true", help="measure a Llama of the same size beside")
@@ -232,14 +236,15 @@ def main() -> None:
     args = parser.parse_args()
     if args.one:
         what = args.depth[0], args.dtype[0], args.tokens, args.steps
-        print(json.dumps(measure(*what) if args.one == OWN else measure_peer(args.one, *what)))
+        own = args.one == OWN
+        print(json.dumps(measure(*what, args.moments_dtype) if own else measure_peer(args.one, *what)))
         return
     asked = programs(args.nanochat, args.transformers, args.compiled)
     results = []
     for depth in args.depth:
         for dtype in args.dtype:
             configuration = ["--depth", str(depth), "--dtype", dtype, "--tokens", str(args.tokens)]
-            configuration += ["--steps", str(args.steps), "--one"]
+            configuration += ["--steps", str(args.steps), "--moments-dtype", args.moments_dtype, "--one"]
             for program in (name for name in asked if name in (args.only or asked)):
                 environment = {"NANOCHAT_DTYPE": {"fp32": "float32"}.get(dtype, "bfloat16")}
                 if program.startswith("nanochat"):

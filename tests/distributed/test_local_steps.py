@@ -208,9 +208,9 @@ def test_bytes_of_a_round_follow_the_bits_and_not_the_ranks(world: int, bits: in
     assert sent < (planned["deltas"] + 0.6 * planned["tables at most"]) * 4 + 200
 
 
-def _save_and_load(ranks: Ranks, shares: list[int]) -> Any:
+def _save_and_load(ranks: Ranks, shares: list[int], **options: Any) -> Any:
     model = _model()
-    optimizer = _local(model, ranks)
+    optimizer = _local(model, ranks, **options)
     for step in range(3):
         _step(model, optimizer, step, ranks.rank, shares[ranks.rank])
     optimizer.outer_step()
@@ -226,10 +226,10 @@ def test_checkpoint_has_the_inner_state_of_a_rank_that_trained() -> None:
     assert any(bool(state[f"{name}.outer_momentum"].any()) for name in results[0][0])
 
 
-def _go_on(ranks: Ranks, weights: Weights, state: dict[str, torch.Tensor]) -> Any:
+def _go_on(ranks: Ranks, weights: Weights, state: dict[str, torch.Tensor], **options: Any) -> Any:
     model = _model()
     model.load_state_dict(weights)
-    optimizer = _local(model, ranks)
+    optimizer = _local(model, ranks, **options)
     optimizer.load_full_state(state if ranks.leader else None, 3)
     inner = {key: tensor.clone() for key, tensor in (optimizer.inner.full_state() or {}).items()}
     for step in range(3, 5):
@@ -238,10 +238,12 @@ def _go_on(ranks: Ranks, weights: Weights, state: dict[str, torch.Tensor]) -> An
     return inner, _weights(model)
 
 
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("world", [1, 3])
-def test_state_moves_to_another_number_of_ranks(world: int) -> None:
-    weights, state, _ = together(2, partial(_save_and_load, shares=[2, 1]))[0]
-    body = partial(_go_on, weights=weights, state=state)
+def test_state_moves_to_another_number_of_ranks(world: int, moments: torch.dtype) -> None:
+    weights, state, _ = together(2, partial(_save_and_load, shares=[2, 1], moments_dtype=moments))[0]
+    assert state["lm_head.weight.exp_avg"].dtype == moments
+    body = partial(_go_on, weights=weights, state=state, moments_dtype=moments)
     results = together(world, body) if world > 1 else [body(Ranks(0, 1))]
     for rank, (inner, after) in enumerate(results):
         for key, tensor in inner.items():

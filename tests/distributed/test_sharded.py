@@ -29,11 +29,14 @@ def _model() -> GPT:
 
 
 def _optimizer(
-    model: GPT, ranks: Ranks, weights: list[float] | None, wire_dtype: torch.dtype = torch.float32
-) -> ShardedOptimizer:
+    model: GPT, ranks: Ranks, weights: list[float] | None, wire_dtype: torch.dtype = torch.float32,
+    moments_dtype: torch.dtype = torch.float32,
+) -> ShardedOptimizer:  # fmt: skip
     groups = parameter_groups(model)
     params, tables = dict(model.named_parameters()), set(model.embedding_tables())
-    return ShardedOptimizer(params, groups, tables, ranks, weights=weights, wire_dtype=wire_dtype)
+    return ShardedOptimizer(
+        params, groups, tables, ranks, weights=weights, wire_dtype=wire_dtype, moments_dtype=moments_dtype
+    )
 
 
 def _gradient(shape: torch.Size, seed: int) -> torch.Tensor:
@@ -112,28 +115,32 @@ def test_no_table_is_sent_and_dense_bytes_are_the_lower_bound() -> None:
     assert 2 * (4 - 1) * dense * 4 <= sent <= 2 * (4 - 1) * dense * 4 + padding
 
 
-def _save_at(ranks: Ranks) -> Any:
+def _save_at(ranks: Ranks, moments: torch.dtype) -> Any:
     model = _model()
-    optimizer = _optimizer(model, ranks, None)
+    optimizer = _optimizer(model, ranks, None, moments_dtype=moments)
     _train(model, optimizer, ranks, range(2))
     return {name: t.detach() for name, t in model.named_parameters()}, optimizer.full_state()
 
 
-def _go_on(ranks: Ranks, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor]) -> Any:
+def _go_on(ranks: Ranks, weights: dict[str, torch.Tensor], state: dict[str, torch.Tensor], moments: torch.dtype) -> Any:
     model = _model()
     model.load_state_dict(weights)
-    optimizer = _optimizer(model, ranks, None)
+    optimizer = _optimizer(model, ranks, None, moments_dtype=moments)
     optimizer.load_full_state(state if ranks.leader else None, 2)
     _train(model, optimizer, ranks, range(2, 4))
     return {name: t.detach() for name, t in model.named_parameters()}
 
 
-def test_state_moves_between_numbers_of_ranks() -> None:
+@pytest.mark.parametrize("moments", [torch.float32, torch.bfloat16])
+def test_state_moves_between_numbers_of_ranks(moments: torch.dtype) -> None:
     model = _model()
-    optimizer = _optimizer(model, Ranks(0, 1), None)
+    optimizer = _optimizer(model, Ranks(0, 1), None, moments_dtype=moments)
     _train(model, optimizer, Ranks(0, 1), range(4))
-    weights, state = together(3, _save_at)[0]
-    for result in together(2, partial(_go_on, weights=weights, state=state)):
+    weights, state = together(3, partial(_save_at, moments=moments))[0]
+    rounded = {name for name, tensor in state.items() if tensor.dtype == torch.bfloat16}
+    large = {"lm_head.weight", *model.embedding_tables()} if moments == torch.bfloat16 else set()
+    assert rounded == {f"{name}.{kind}" for name in large for kind in ("exp_avg", "exp_avg_sq")}
+    for result in together(2, partial(_go_on, weights=weights, state=state, moments=moments)):
         for name, param in model.named_parameters():
             torch.testing.assert_close(result[name], param.detach(), rtol=0, atol=1e-6)
 

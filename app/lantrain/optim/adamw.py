@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lantrain.model.kernels import kernels
+from lantrain.model.kernels import is_bf16, kernels
 
 DUST = 2.0**-100
 """Moments below it become zero: see kernels/adamw.cpp."""
@@ -44,6 +44,11 @@ class Constants:
         return 1 - lr * self.weight_decay, lr / (1 - b1**number), (1 - b2**number) ** -0.5
 
 
+def moments_like(param: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """The moments of a parameter before its first step."""
+    return torch.zeros_like(param, dtype=dtype), torch.zeros_like(param, dtype=dtype)
+
+
 @torch.no_grad()
 def adamw_update(
     param: Tensor,
@@ -59,6 +64,7 @@ def adamw_update(
 ) -> None:
     """One step in place on contiguous float32 tensors of one shape; `step` counts from 1.
 
+    The moments may be bfloat16: this step uses the unrounded ones, and rounds them for the next.
     param <- (1 - lr * weight_decay) * param - lr / (1 - b1^t) * m / (sqrt(v / (1 - b2^t)) + eps)
     """
     constants = Constants(betas, eps, weight_decay)
@@ -71,8 +77,8 @@ def adamw_update(
         return
     shared, values, grad = constants.packed(), torch.tensor(added), grad.contiguous()
     found.library.lantrain_adamw(
-        param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), param.numel(),
-        shared.data_ptr(), values.data_ptr(), torch.get_num_threads(),
+        param.data_ptr(), grad.data_ptr(), exp_avg.data_ptr(), exp_avg_sq.data_ptr(), is_bf16(exp_avg),
+        param.numel(), shared.data_ptr(), values.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
 
 
@@ -80,15 +86,15 @@ def _twin(p: Tensor, g: Tensor | None, m: Tensor, v: Tensor, constants: Constant
     """The step in PyTorch, on blocks of one shape; without a gradient it is zero."""
     b1, rest1, b2, rest2, eps = (float(value) for value in constants.packed())  # rounded to float32
     decay, size, correction = (float(value) for value in torch.tensor(added))
-    m.mul_(b1)
-    v.mul_(b2)
+    first, second = m.float() * b1, v.float() * b2
     if g is not None:
-        m.add_(g * rest1)
-        v.add_((g * g).mul_(rest2))
-    m.masked_fill_(m.abs() < DUST, 0.0)
-    v.masked_fill_(v.abs() < DUST, 0.0)
-    root = torch.from_numpy(np.sqrt(v.numpy()))  # torch's own, of MKL, is not always the nearest
-    p.mul_(decay).sub_((m * size).div_(root.mul_(correction).add_(eps)))
+        first.add_(g * rest1)
+        second.add_((g * g).mul_(rest2))
+    for moment, whole in ((m, first), (v, second)):
+        whole.masked_fill_(whole.abs() < DUST, 0.0)
+        moment.copy_(whole)
+    root = torch.from_numpy(np.sqrt(second.numpy()))  # torch's own, of MKL, is not always the nearest
+    p.mul_(decay).sub_(first.mul_(size).div_(root.mul_(correction).add_(eps)))
 
 
 @torch.no_grad()
@@ -104,9 +110,10 @@ def advance_rows(
 ) -> None:
     """Take the steps that rows of a table lack: bit for bit what `adamw_update` on the whole table does in each.
 
-    param, exp_avg, exp_avg_sq: (V, C) contiguous float32. rows: distinct ids (U,) int64, or a range of rows. grads:
-    (U, C), the gradients of the last step, or None for none; in the other steps they are zero. behind: (V,) int32, how
-    many of the last `steps` each row lacks; the caller sets it to zero. steps: of `Constants.step`, in their order.
+    param, exp_avg, exp_avg_sq: (V, C) contiguous, as for `adamw_update`. rows: distinct ids (U,) int64, or a range of
+    rows. grads: (U, C), the gradients of the last step, or None for none; in the other steps they are zero. behind:
+    (V,) int32, how many of the last `steps` each row lacks; the caller sets it to zero. steps: of `Constants.step`, in
+    their order.
     """
     found = kernels()
     if found is None:
@@ -119,7 +126,7 @@ def advance_rows(
     tables = [tensor[start:].data_ptr() for tensor in (param, exp_avg, exp_avg_sq)]
     shared, values = constants.packed(), torch.tensor(steps)
     found.library.lantrain_adamw_rows(
-        *tables, None if grads is None else grads.data_ptr(),
+        *tables, is_bf16(exp_avg), None if grads is None else grads.data_ptr(),
         None if isinstance(rows, slice) else rows.data_ptr(), count, param.shape[1], behind[start:].data_ptr(),
         shared.data_ptr(), values.data_ptr(), len(steps), torch.get_num_threads(),
     )  # fmt: skip

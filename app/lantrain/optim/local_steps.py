@@ -66,6 +66,7 @@ class LocalSteps:
         outer_momentum: float,
         delta_bits: int,
         muon_dtype: torch.dtype = torch.float32,
+        moments_dtype: torch.dtype = torch.float32,
     ) -> None:
         """Prepare rounds of `every` steps from the weights in `params`, which must be equal on all ranks.
 
@@ -74,7 +75,9 @@ class LocalSteps:
         """
         self.params, self.tables, self.ranks = dict(params), sorted(tables), ranks
         self.every, self.outer_lr, self.outer_momentum, self.bits = every, outer_lr, outer_momentum, delta_bits
-        self.inner = ShardedOptimizer(params, groups, tables, Ranks(0, 1), muon_dtype=muon_dtype)
+        self.inner = ShardedOptimizer(
+            params, groups, tables, Ranks(0, 1), muon_dtype=muon_dtype, moments_dtype=moments_dtype
+        )
         self.steps_since = 0
         self.sent_bytes = 0
         self._tokens = 0
@@ -353,7 +356,7 @@ class LocalSteps:
             copy = tensor.to(torch.bfloat16).view(-1).view(torch.uint8)
             dist.broadcast(copy, 0)
             return copy.view(torch.bfloat16).float().view_as(tensor)
-        values = torch.nn.functional.pad(tensor.reshape(-1), (0, -tensor.numel() % BLOCK))
+        values = torch.nn.functional.pad(tensor.float().reshape(-1), (0, -tensor.numel() % BLOCK))
         packed = quantise(values, MOMENTUM_BITS)
         dist.broadcast(packed, 0)
         return dequantise(packed, values.numel(), MOMENTUM_BITS)[: tensor.numel()].view_as(tensor)

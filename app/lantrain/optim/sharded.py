@@ -17,12 +17,15 @@ from torch import Tensor, nn
 
 from lantrain.cluster.group import Ranks
 from lantrain.model.embedding import EmbeddingRows, WeightCasts
-from lantrain.optim.adamw import adamw_update
+from lantrain.optim.adamw import adamw_update, moments_like
 from lantrain.optim.groups import ParamGroup
 from lantrain.optim.muon import muon_update, second_moment_shape
 from lantrain.optim.owners import Piece, assign_owners, pieces_of
 from lantrain.optim.tables import Tables
 from lantrain.optim.wire import Wire, make_buckets
+
+LARGE = 2**12
+"""AdamW's moments of smaller parameters are float32 always: gates and scalars."""
 
 
 class ShardedOptimizer:
@@ -38,6 +41,7 @@ class ShardedOptimizer:
         weights: list[float] | None = None,
         muon_dtype: torch.dtype = torch.float32,
         wire_dtype: torch.dtype = torch.float32,
+        moments_dtype: torch.dtype = torch.float32,
         late: Collection[str] = (),
     ) -> None:
         """Prepare owners for `params` (by state-dict name); `tables` names the replicated embedding tables.
@@ -45,6 +49,7 @@ class ShardedOptimizer:
         late: names of parameters that the forward pass uses last. They are updated
         last, and `step` does not wait for their new weights. Like rows of the tables they are read through
         `gather_rows`; whoever reads them otherwise calls `finish` before.
+        moments_dtype: of AdamW's state for the tables and the head; the same on every rank.
         wire_dtype: of gradients and weights while they travel, float32 or bfloat16. With bfloat16 the large parameters
         are rounded here, on every rank alike, and their owners keep what they were (`full_weights`).
         """
@@ -55,7 +60,9 @@ class ShardedOptimizer:
         self.steps = 0
         narrow = wire_dtype if ranks.world > 1 else torch.float32
         table_groups = {name: group for group in groups for name in group.names if name in tables}
-        self.tables = Tables({name: self.params[name] for name in table_groups}, table_groups, ranks, narrow)
+        table_params = {name: self.params[name] for name in table_groups}
+        self.tables = Tables(table_params, table_groups, ranks, narrow, moments_dtype)
+        self.moments_dtype = moments_dtype
         shapes = {name: param.shape for name, param in self.params.items()}
         pieces = pieces_of(shapes, groups, tables, ranks.world)
         self.owned = assign_owners(pieces, weights or [1.0] * ranks.world)
@@ -87,7 +94,7 @@ class ShardedOptimizer:
                 second = torch.zeros(second_moment_shape((rows, columns)))
                 self.muon_state[piece] = (torch.zeros_like(view), second)
             else:
-                self.adamw_state[piece] = (torch.zeros_like(view), torch.zeros_like(view))
+                self.adamw_state[piece] = moments_like(view, self._state_dtype(piece.name, "exp_avg"))
 
     def _round_weights(self, pieces: list[Piece], narrow: torch.dtype) -> None:
         for piece in pieces:
@@ -264,12 +271,18 @@ class ShardedOptimizer:
         shape = tuple(self.params[name].shape)
         return second_moment_shape((shape[0], shape[1])) if kind == "second_moment" else shape
 
+    def _state_dtype(self, name: str, kind: str) -> torch.dtype:
+        """float32 for what is small, and for Muon."""
+        large = self.params[name].dim() == 2 and self.params[name].numel() >= LARGE
+        return self.moments_dtype if large and kind in ("exp_avg", "exp_avg_sq") else torch.float32
+
     def full_state(self) -> dict[str, Tensor] | None:
         """The whole state by `name.kind` on the leader, None elsewhere: free of the number of ranks. Collective."""
         self.tables.settle()
         state: dict[str, Tensor] = {}
         for (name, kind), pieces in sorted(self._state_tensors().items()):
-            whole = torch.empty(self._state_shape(name, kind)) if self.ranks.leader else None
+            shape, dtype = self._state_shape(name, kind), self._state_dtype(name, kind)
+            whole = torch.empty(shape, dtype=dtype) if self.ranks.leader else None
             for piece, owner, tensor in pieces:
                 if whole is not None:
                     part = whole[piece.start : piece.stop] if kind != "second_moment" else whole
@@ -298,6 +311,7 @@ class ShardedOptimizer:
                 if state is not None:
                     whole = state[f"{name}.{kind}"]
                     part = (whole[piece.start : piece.stop] if kind != "second_moment" else whole).contiguous()
+                    part = part.to(self._state_dtype(name, kind))
                 if tensor is not None and part is not None:
                     tensor.copy_(part)
                 elif part is not None:
@@ -309,7 +323,7 @@ class ShardedOptimizer:
                 if state is not None:
                     tensor.copy_(state[f"{name}.{kind}"])
                 if self.ranks.world > 1:
-                    dist.broadcast(tensor, 0)
+                    dist.broadcast(tensor.view(torch.uint8), 0)
 
     def check_state(self, state: Mapping[str, Tensor]) -> None:
         """Raise ValueError, naming the tensor, when `state` is not one of this model's."""

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lantrain.cluster.group import Ranks
 from lantrain.model.embedding import EmbeddingRows
-from lantrain.optim.adamw import Constants, advance_rows
+from lantrain.optim.adamw import Constants, advance_rows, moments_like
 from lantrain.optim.groups import ParamGroup
 
 WINDOW = 64
@@ -30,11 +30,14 @@ class Tables:
     """The embedding tables of a model with their AdamW state. `waited` counts the seconds of waiting for others."""
 
     def __init__(
-        self, params: Mapping[str, nn.Parameter], groups: Mapping[str, ParamGroup], ranks: Ranks, narrow: torch.dtype
-    ) -> None:
-        """`params` and `groups` by table name, as many rows in each; `narrow`: dtype of gradients that travel."""
+        self, params: Mapping[str, nn.Parameter], groups: Mapping[str, ParamGroup], ranks: Ranks, narrow: torch.dtype,
+        moments: torch.dtype = torch.float32,
+    ) -> None:  # fmt: skip
+        """`params` and `groups` by table name, as many rows in each; `narrow`: dtype of gradients that travel.
+        `moments`: of AdamW's state.
+        """
         self.params, self.groups, self.ranks, self.narrow = dict(params), dict(groups), ranks, narrow
-        self.state = {name: (torch.zeros_like(param), torch.zeros_like(param)) for name, param in self.params.items()}
+        self.state = {name: moments_like(param, moments) for name, param in self.params.items()}
         self.waited = 0.0
         self._constants = {
             name: Constants(groups[name].betas, groups[name].eps, groups[name].weight_decay) for name in self.params

@@ -47,17 +47,16 @@ def estimate(arguments: list[str], vocab_size: int, world: int, *, leader: bool)
     counts, model = plan.counts, plan.model
     tables = counts["wte"] + counts["value_embeds"]
     dense = counts["total"] - tables
-    adamw = counts["lm_head"] + counts["scalars"]
-    state = 4 * counts["transformer_matrices"] + 8 * adamw
+    moments = 4 if config.args.moments_dtype == "bfloat16" else 8  # bytes of both
+    state = 4 * counts["transformer_matrices"] + moments * counts["lm_head"] + 8 * counts["scalars"]
     tokens = min(config.args.device_batch_size, plan.rows) * model.sequence_len
-    saved = 4 * counts["total"] + 8 * tables + state
+    saved = 4 * counts["total"] + moments * tables + state
     parts = {
         "program": PROGRAM_MIB * MIB,
         "weights": 4 * counts["total"],
         # With more than one rank: the gradients, once more as they are sent, and as they are received.
         "gradients": 4 * dense * (1 if world == 1 else 3),
-        # Two moments of every table, and one dense gradient of a table's shape.
-        "optimizer": 8 * tables + 4 * counts["wte"] + state // world,
+        "optimizer": moments * tables + state // world,
         "logits": 4 * tokens * model.padded_vocab_size,
         "activations": 4 * tokens * model.n_layer * model.n_embd * ACTIVATION_FLOATS,
     }

@@ -89,6 +89,10 @@ def build_parser() -> argparse.ArgumentParser:
         help="dtype of gradients and weights between the ranks; auto: bfloat16, or float32 when all are on one host",
     )  # fmt: skip
     own.add_argument(
+        "--moments-dtype", choices=["float32", "bfloat16"], default="float32",
+        help="dtype of AdamW's moments for embedding tables and head; bfloat16 saves memory, 0.4 GB at depth 8",
+    )  # fmt: skip
+    own.add_argument(
         "--sync", choices=["step", "local", "auto"], default="step",
         help="step: exchange gradients every step; local: train apart and average every --local-steps steps, for slow "
         "links; auto: by the measured link",

@@ -237,7 +237,7 @@ def make_optimizer(
     return ShardedOptimizer(
         dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
         weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
-        wire_dtype=wire_dtype, late={"lm_head.weight"},
+        wire_dtype=wire_dtype, moments_dtype=getattr(torch, args.moments_dtype), late={"lm_head.weight"},
     )  # fmt: skip
 
 
@@ -247,7 +247,7 @@ def make_local_optimizer(config: Config, plan: Plan, model: GPT, ranks: Ranks) -
     return LocalSteps(
         dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
         every=args.local_steps, outer_lr=args.outer_lr, outer_momentum=args.outer_momentum,
-        delta_bits=args.delta_bits, muon_dtype=model.compute_dtype,
+        delta_bits=args.delta_bits, muon_dtype=model.compute_dtype, moments_dtype=getattr(torch, args.moments_dtype),
     )  # fmt: skip
 
 

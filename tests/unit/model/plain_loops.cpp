@@ -12,8 +12,8 @@ void lantrain_attention_forward(void*, void*, void*, void*, float*, const int64_
 void lantrain_attention_backward(void*, void*, void*, void*, void*, void*, void*, void*, const float*, const int64_t*,
                                  const int64_t*, int, float, int);
 void lantrain_squared_relu(void*, void*, int64_t, int, int);
-void lantrain_adamw(float*, const float*, float*, float*, int64_t, const float*, const float*, int);
-void lantrain_adamw_rows(float*, float*, float*, const float*, const int64_t*, int64_t, int64_t, const int32_t*,
+void lantrain_adamw(float*, const float*, void*, void*, int, int64_t, const float*, const float*, int);
+void lantrain_adamw_rows(float*, void*, void*, int, const float*, const int64_t*, int64_t, int64_t, const int32_t*,
                          const float*, const float*, int64_t, int);
 }
 
@@ -142,7 +142,7 @@ static double adamw_difference() {
   auto compare = [&] {
     for (size_t i = 0; i < p.size(); i++) different += p[i] != p2[i] || m[i] != m2[i] || v[i] != v2[i];
   };
-  lantrain_adamw_rows(p.data(), m.data(), v.data(), grad.data(), ids, 2, width, behind, constants, steps.data(), count, 2);
+  lantrain_adamw_rows(p.data(), m.data(), v.data(), 0, grad.data(), ids, 2, width, behind, constants, steps.data(), count, 2);
   for (int64_t i = 0; i < 2; i++)
     for (int64_t t = count - behind[ids[i]]; t < count; t++)
       for (int64_t d = 0; d < width; d++) {
@@ -150,7 +150,7 @@ static double adamw_difference() {
         adamw_step(p2[at], m2[at], v2[at], t == count - 1 ? grad[i * width + d] : 0, constants, &steps[3 * t]);
       }
   compare();
-  lantrain_adamw(p.data(), grad.data(), m.data(), v.data(), 2 * width, constants, &steps[30], 2);
+  lantrain_adamw(p.data(), grad.data(), m.data(), v.data(), 0, 2 * width, constants, &steps[30], 2);
   for (int64_t i = 0; i < 2 * width; i++) adamw_step(p2[i], m2[i], v2[i], grad[i], constants, &steps[30]);
   compare();
   return different;

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from lantrain.cluster.group import Ranks
-from lantrain.optim.adamw import adamw_update
+from lantrain.optim.adamw import adamw_update, moments_like
 from lantrain.optim.groups import ParamGroup
 from lantrain.optim.tables import WINDOW, Tables
 
@@ -25,8 +25,8 @@ def _multiplier(step: int) -> float:
 class Dense:
     """The same tables, all of whose rows step in every step."""
 
-    def __init__(self, params: dict[str, torch.nn.Parameter]) -> None:
-        self.state = {name: [param.detach().clone(), *torch.zeros(2, *param.shape)] for name, param in params.items()}
+    def __init__(self, params: dict[str, torch.nn.Parameter], dtype: torch.dtype) -> None:
+        self.state = {name: [param.detach().clone(), *moments_like(param, dtype)] for name, param in params.items()}
 
     def step(self, ids: torch.Tensor, gradients: list[torch.Tensor], number: int) -> None:
         for (name, (param, m, v)), rows in zip(self.state.items(), gradients, strict=True):
@@ -38,12 +38,13 @@ class Dense:
 
 
 @pytest.mark.parametrize("operations", ["", "off"])
-def test_whoever_reads_rows_finds_what_a_step_of_all_rows_would_have_left(operations, monkeypatch):
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_whoever_reads_rows_finds_what_a_step_of_all_rows_would_have_left(operations, dtype, monkeypatch):
     """At every step, for the rows that it reads; and for all of them in the middle and at the end."""
     monkeypatch.setenv("LANTRAIN_KERNELS", operations)
     random = torch.Generator().manual_seed(3)
     params = {name: torch.nn.Parameter(torch.randn(*shape, generator=random)) for name, shape in SHAPES.items()}
-    tables, dense, waited = Tables(params, GROUPS, Ranks(0, 1), torch.float32), Dense(params), False
+    tables, dense, waited = Tables(params, GROUPS, Ranks(0, 1), torch.float32, dtype), Dense(params, dtype), False
     for number in range(1, STEPS + 1):
         idx = (torch.rand(4, 5, generator=random) ** 3 * V).long()
         tables.settle_rows(idx)

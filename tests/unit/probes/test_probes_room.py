@@ -20,6 +20,8 @@ def test_estimate_follows_from_the_models_sizes() -> None:
     assert alone["logits"] == 2 * 512 * VOCABULARY * 4 / 2**20
     assert alone["gradients"] == pytest.approx(alone["weights"] - 3 * mib, abs=1)  # none for the tables
     assert alone["optimizer"] > 2 * 3 * mib
+    rounded = estimate([*FLAGS, "--moments-dtype=bfloat16"], VOCABULARY, 1, leader=False).parts
+    assert alone["optimizer"] - rounded["optimizer"] == pytest.approx(4 * mib, abs=1)  # three tables and the head
 
 
 def test_ranks_share_the_optimizer_state_and_the_leader_needs_a_copy() -> None:

@@ -43,8 +43,8 @@ SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
     "lantrain_residual_mix_backward": [P, P, P, I64, I64, F32, F32, P, P, P, I32],
     "lantrain_squared_relu": [P, P, I64, I32, I32],
     "lantrain_squared_relu_backward": [P, P, I64, I32, I32],
-    "lantrain_adamw": [P, P, P, P, I64, P, P, I32],
-    "lantrain_adamw_rows": [P, P, P, P, P, I64, I64, P, P, P, I64, I32],
+    "lantrain_adamw": [P, P, P, P, I32, I64, P, P, I32],
+    "lantrain_adamw_rows": [P, P, P, I32, P, P, I64, I64, P, P, P, I64, I32],
 }
 NARROW_SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
     "lantrain_polar_express": [P, I64, I64, P, I64, I32],

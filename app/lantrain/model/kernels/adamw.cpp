@@ -6,6 +6,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 namespace {
@@ -43,6 +44,10 @@ inline vf root(vf x) {
 #endif
 }
 
+// A moment as its memory keeps it.
+inline vf kept(vf x, const float*) { return x; }
+inline vf kept(vf x, const bf16*) { return (vf)(extended(narrowed(x)) << 16); }
+
 inline vf magnitude(vf x) { return (vf)((vu)x & 0x7fffffffu); }
 inline vf without_dust(vf x) { return magnitude(x) < DUST ? vf{} : x; }
 
@@ -70,9 +75,10 @@ inline void with_gradient(vf& p, vf& m, vf& v, vf g, const Constants& c, const S
 
 // Steps whose gradient is zero. `limits`: a change of p below |p| / limit is lost in rounding, and so are those of all
 // later steps; the roots and divisions, most of the work, end there.
-template <int N>
+template <class M, int N>
 inline void without_gradient(vf (&p)[N], vf (&m)[N], vf (&v)[N], const Constants& c, const Step* steps,
                              const float* limits, int64_t count) {
+  const M* const memory = nullptr;
   int64_t t = 0;
   for (bool moves = true; moves && t < count; t++) {
     vi still = vi{} - 1;
@@ -82,20 +88,22 @@ inline void without_gradient(vf (&p)[N], vf (&m)[N], vf (&v)[N], const Constants
       const vf moved = change(m[i], v[i], c, steps[t]);
       still &= magnitude(moved) * limits[t] <= magnitude(p[i]);
       p[i] = rounded(p[i] * steps[t].decay) - moved;
+      m[i] = kept(m[i], memory);
+      v[i] = kept(v[i], memory);
     }
     moves = !all(still);
   }
   for (; t < count; t++) {
     for (int i = 0; i < N; i++) {
-      m[i] = without_dust(m[i] * c.beta1);
-      v[i] = without_dust(v[i] * c.beta2);
+      m[i] = kept(without_dust(m[i] * c.beta1), memory);
+      v[i] = kept(without_dust(v[i] * c.beta2), memory);
       p[i] = p[i] * steps[t].decay;
     }
   }
 }
 
 // For each step: later changes are at most this one's times (largest size / this size) * this correction, because
-// beta1 < sqrt(beta2); p shrinks by all decays. A change is lost below 2^-26 of p; two more bits are for the rounding here.
+// beta1 < sqrt(beta2), with room for moments in bfloat16; p shrinks by all decays. A change is lost below 2^-26 of p; two more bits are for the rounding here.
 std::vector<float> limits_of(const Step* steps, int64_t count) {
   std::vector<float> limits(static_cast<size_t>(count));
   float largest = 0, left = 1;
@@ -109,70 +117,83 @@ std::vector<float> limits_of(const Step* steps, int64_t count) {
   return limits;
 }
 
-struct Rows {
-  float *param, *m, *v;  // (rows, width)
-  const float* grad;     // (count, width) of the last step, or null
-  int64_t width;
-};
-
-// N vectors at d of a row, the last one perhaps not whole: `some` elements of it.
-template <int N>
-void advance(const Rows& r, int64_t at, const float* grad, const Constants& c, const Step* steps, const float* limits,
-             int64_t count, int64_t some) {
+// The last `count` steps of N vectors of a row, the last one perhaps not whole: `some` elements of it. grad: of the last
+// step, or null.
+template <class M, int N>
+void advance(float* param, M* first, M* second, const float* grad, const Constants& c, const Step* steps,
+             const float* limits, int64_t count, int64_t some) {
   vf p[N], m[N], v[N];
   for (int i = 0; i < N; i++) {
     const int64_t size = i < N - 1 ? LANES : some;
-    p[i] = load_some(r.param + at + i * LANES, size);
-    m[i] = load_some(r.m + at + i * LANES, size);
-    v[i] = load_some(r.v + at + i * LANES, size);
+    p[i] = load_some(param + i * LANES, size);
+    m[i] = load_some(first + i * LANES, size);
+    v[i] = load_some(second + i * LANES, size);
   }
-  without_gradient<N>(p, m, v, c, steps, limits, grad ? count - 1 : count);
+  without_gradient<M, N>(p, m, v, c, steps, limits, grad ? count - 1 : count);
   for (int i = 0; i < N; i++) {
     const int64_t size = i < N - 1 ? LANES : some;
     if (grad) with_gradient(p[i], m[i], v[i], load_some(grad + i * LANES, size), c, steps[count - 1]);
-    store_some(r.param + at + i * LANES, p[i], size);
-    store_some(r.m + at + i * LANES, m[i], size);
-    store_some(r.v + at + i * LANES, v[i], size);
+    store_some(param + i * LANES, p[i], size);
+    store_some(first + i * LANES, m[i], size);
+    store_some(second + i * LANES, v[i], size);
   }
 }
 
-}  // namespace
-
-// One step of `count` floats.
-LANTRAIN_API void lantrain_adamw(float* param, const float* grad, float* m, float* v, int64_t count,
-                                 const float* constants, const float* step, int threads) {
-  const Constants c = *reinterpret_cast<const Constants*>(constants);
-  const Step s = *reinterpret_cast<const Step*>(step);
+template <class M>
+void adamw(float* param, const float* grad, M* m, M* v, int64_t count, const Constants& c, const Step& step, int threads) {
 #pragma omp parallel for schedule(static) num_threads(threads)
   for (int64_t at = 0; at < count; at += LANES) {
     const int64_t size = std::min<int64_t>(LANES, count - at);
     vf p = load_some(param + at, size), first = load_some(m + at, size), second = load_some(v + at, size);
-    with_gradient(p, first, second, load_some(grad + at, size), c, s);
+    with_gradient(p, first, second, load_some(grad + at, size), c, step);
     store_some(param + at, p, size);
     store_some(m + at, first, size);
     store_some(v + at, second, size);
   }
 }
 
-// The rows `ids` (count; null: the first `count`) of param, m, v (rows, width) up to the last of `steps` (total), which
-// has the gradient grad (count, width), or none where that is null. behind (rows): how many of the last steps a row lacks.
-LANTRAIN_API void lantrain_adamw_rows(float* param, float* m, float* v, const float* grad, const int64_t* ids,
-                                      int64_t count, int64_t width, const int32_t* behind, const float* constants,
-                                      const float* steps, int64_t total, int threads) {
-  const Constants c = *reinterpret_cast<const Constants*>(constants);
-  const Step* all_steps = reinterpret_cast<const Step*>(steps);
-  const std::vector<float> limits = limits_of(all_steps, total);
-  const Rows rows{param, m, v, grad, width};
+template <class M>
+void adamw_rows(float* param, M* m, M* v, const float* grad, const int64_t* ids, int64_t count, int64_t width,
+                const int32_t* behind, const Constants& c, const Step* steps, int64_t total, int threads) {
+  const std::vector<float> limits = limits_of(steps, total);
 #pragma omp parallel for schedule(dynamic, 16) num_threads(threads)
   for (int64_t i = 0; i < count; i++) {
     const int64_t row = ids ? ids[i] : i, lacks = behind[row], from = total - lacks;
     if (lacks <= 0) continue;
-    const float* g = grad ? grad + i * width : nullptr;
-    int64_t d = 0;
-    for (; d + 4 * LANES <= width; d += 4 * LANES)
-      advance<4>(rows, row * width + d, g ? g + d : g, c, all_steps + from, limits.data() + from, lacks, LANES);
-    for (; d < width; d += LANES)
-      advance<1>(rows, row * width + d, g ? g + d : g, c, all_steps + from, limits.data() + from, lacks,
-                 std::min<int64_t>(LANES, width - d));
+    int64_t d = 0, at = row * width;
+    auto next = [&](auto vectors, int64_t some) {
+      constexpr int N = decltype(vectors)::value;
+      advance<M, N>(param + at + d, m + at + d, v + at + d, grad ? grad + i * width + d : nullptr, c, steps + from,
+                    limits.data() + from, lacks, some);
+      d += N * LANES;
+    };
+    while (d + 4 * LANES <= width) next(std::integral_constant<int, 4>{}, LANES);
+    while (d < width) next(std::integral_constant<int, 1>{}, std::min<int64_t>(LANES, width - d));
   }
+}
+
+}  // namespace
+
+// One step of `count` floats, whose moments m, v are bfloat16 with is_bf16.
+LANTRAIN_API void lantrain_adamw(float* param, const float* grad, void* m, void* v, int is_bf16, int64_t count,
+                                 const float* constants, const float* step, int threads) {
+  auto run = [&](auto zero) {
+    typedef decltype(zero) M;
+    adamw(param, grad, static_cast<M*>(m), static_cast<M*>(v), count, *reinterpret_cast<const Constants*>(constants),
+          *reinterpret_cast<const Step*>(step), threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
+}
+
+// The rows `ids` (count; null: the first `count`) of param, m, v (rows, width) up to the last of `steps` (total), which
+// has the gradient grad (count, width), or none where that is null. behind (rows): how many of the last steps a row lacks.
+LANTRAIN_API void lantrain_adamw_rows(float* param, void* m, void* v, int is_bf16, const float* grad,
+                                      const int64_t* ids, int64_t count, int64_t width, const int32_t* behind,
+                                      const float* constants, const float* steps, int64_t total, int threads) {
+  auto run = [&](auto zero) {
+    typedef decltype(zero) M;
+    adamw_rows(param, static_cast<M*>(m), static_cast<M*>(v), grad, ids, count, width, behind,
+               *reinterpret_cast<const Constants*>(constants), reinterpret_cast<const Step*>(steps), total, threads);
+  };
+  is_bf16 ? run(bf16{}) : run(float{});
 }
