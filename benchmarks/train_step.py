@@ -53,7 +53,7 @@ class Trainer:
         from lantrain.model.gpt import GPT, config_for_depth
         from lantrain.model.memory import keep_freed_memory
         from lantrain.optim.groups import parameter_groups
-        from lantrain.optim.sharded import ShardedOptimizer
+        from lantrain.optim.sharded import LATE, ShardedOptimizer
 
         keep_freed_memory()
         length, _ = SHAPES[depth]
@@ -64,8 +64,9 @@ class Trainer:
         self.groups = parameter_groups(self.model, **RATES, weight_decay=0.1)
         tables = set(self.model.embedding_tables())
         self.optimizer = ShardedOptimizer(
-            self.weights, self.groups, tables, Ranks(0, 1), muon_dtype=dtype, moments_dtype=getattr(torch, moments)
-        )
+            self.weights, self.groups, tables, Ranks(0, 1), muon_dtype=dtype, moments_dtype=getattr(torch, moments),
+            late=LATE,
+        )  # fmt: skip
 
     def step(self) -> float:
         """One step as the trainer makes it; returns its mean loss."""

@@ -17,7 +17,7 @@ from lantrain.cluster.group import Ranks
 from lantrain.optim import wire
 from lantrain.optim.groups import parameter_groups
 from lantrain.optim.owners import Piece
-from lantrain.optim.sharded import ShardedOptimizer
+from lantrain.optim.sharded import LATE, ShardedOptimizer
 from lantrain.optim.wire import BUCKET_ELEMENTS, Parcel, make_buckets
 from tests.distributed.ranks import TINY, run_ranks, together
 from tests.distributed.test_sharded import SCHEDULE, _add_gradients, _mine, _model, _optimizer, _train
@@ -131,7 +131,7 @@ def _late_steps(ranks: Ranks, late: set[str], dtype: torch.dtype) -> Any:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_weights_that_arrive_during_the_next_forward_pass_change_no_bit(dtype: torch.dtype) -> None:
     plain = together(3, partial(_late_steps, late=set(), dtype=dtype))
-    early = together(3, partial(_late_steps, late={"lm_head.weight"}, dtype=dtype))
+    early = together(3, partial(_late_steps, late=LATE, dtype=dtype))
     assert [on_their_way for _, on_their_way, _ in plain] == [[0, 0, 0]] * 3
     assert [on_their_way for _, on_their_way, _ in early] == [[0, 1, 1]] * 3, "the head's bucket, from the second step"
     for names, _, waited in early:

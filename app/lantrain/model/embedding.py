@@ -7,7 +7,7 @@ depth 4 and 8), most of it for zeros; gathering the touched rows once a step cos
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -27,6 +27,10 @@ class Embedding(nn.Module):
         return F.embedding(idx, self.weight)
 
 
+GradientSink = Callable[[Tensor, Tensor], None]
+"""Adds left^T right to the gradient of a weight (K, C), or of its first rows: left (N, up to K), right (N, C)."""
+
+
 class WeightCasts:
     """Weights in the compute dtype, each cast once for all micro-batches of a step."""
 
@@ -40,6 +44,10 @@ class WeightCasts:
         if id(weight) not in self._casts:
             self._casts[id(weight)] = weight.detach().to(dtype)
         return self._casts[id(weight)]
+
+    def gradient_sink(self, weight: Tensor) -> GradientSink | None:
+        """Where the gradient of `weight` is added up without autograd; None: autograd does it."""
+        return None
 
 
 @dataclass(frozen=True)

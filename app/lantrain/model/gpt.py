@@ -261,7 +261,15 @@ class GPT(nn.Module):
         if reduction == "none":
             return token_losses(hidden, head, flat, vocab_size=vocab).mul_(scale).view(idx.shape)
         narrow = casts.of(head, hidden.dtype)
-        return softcap_cross_entropy(hidden, head, flat, vocab_size=vocab, scale=scale, weight_cast=narrow)
+        return softcap_cross_entropy(
+            hidden,
+            head,
+            flat,
+            vocab_size=vocab,
+            scale=scale,
+            weight_cast=narrow,
+            gradient_sink=casts.gradient_sink(head),
+        )
 
     def logits(self, idx: Tensor, kv_cache: KVCache | None = None, *, last_only: bool = False) -> Tensor:
         """Softcapped logits (B, T, vocab) float32 of idx (B, T); with last_only (B, 1, vocab) of the last position.

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from lantrain.model.embedding import GradientSink
 from lantrain.model.kernels import fits, is_bf16, kernels
 
 SOFTCAP = 15.0
@@ -39,17 +40,24 @@ def softcap_cross_entropy(
     softcap: float = SOFTCAP,
     scale: float = 1.0,
     weight_cast: Tensor | None = None,
+    gradient_sink: GradientSink | None = None,
 ) -> Tensor:
     """Sum over tokens of the cross-entropy of softcapped logits, times `scale`.
 
     hidden (N, C) float32, bfloat16 or float64; weight (V_padded, C), cast to hidden's dtype for the matmuls unless
     `weight_cast` is that already; targets (N,) int64, -1 to ignore. Columns from `vocab_size` on are padding: they take
     no part. Returns a scalar in float32 (float64 for float64). Without gradients enabled no gradient work is done.
+
+    With `gradient_sink` the backward pass gives the weight's gradient there, as a product, and none to autograd: the
+    largest of all gradients then exists once. That product reads the logits, so the backward pass has to come before
+    the next loss of any kind; otherwise it raises RuntimeError.
     """
     if not torch.is_grad_enabled():
         return token_losses(hidden, weight, targets, vocab_size=vocab_size, softcap=softcap).sum() * scale
     narrow = weight.detach().to(hidden.dtype) if weight_cast is None else weight_cast
-    return cast(Tensor, _SoftcapCrossEntropy.apply(hidden, weight, narrow, targets, vocab_size, softcap, scale))
+    return cast(
+        Tensor, _SoftcapCrossEntropy.apply(hidden, weight, narrow, targets, vocab_size, softcap, scale, gradient_sink)
+    )
 
 
 @torch.no_grad()
@@ -84,10 +92,13 @@ def _logits(hidden: Tensor, weight: Tensor, vocab_size: int) -> Tensor:
 
 
 _memory: dict[torch.dtype, Tensor] = {}
+_uses = 0
 
 
 def _buffer(count: int, dtype: torch.dtype) -> Tensor:
     """`count` elements of one lasting buffer a dtype, uninitialised."""
+    global _uses
+    _uses += 1
     if dtype not in _memory or _memory[dtype].numel() < count:
         _memory.pop(dtype, None)
         _memory[dtype] = torch.empty(count, dtype=dtype)
@@ -153,10 +164,16 @@ class _SoftcapCrossEntropy(Function):
         vocab_size: int,
         softcap: float,
         scale: float,
+        gradient_sink: GradientSink | None,
     ) -> Tensor:
         buffer = _logits(hidden, narrow, vocab_size)
         loss = _losses(buffer, targets, softcap, scale, want_grad=True).sum() * scale
         grad_hidden = torch.mm(buffer, narrow[:vocab_size])
+        ctx.sink = gradient_sink
+        if gradient_sink is not None:
+            ctx.save_for_backward(grad_hidden, hidden)
+            ctx.logits, ctx.use = buffer, _uses
+            return loss
         grad_weight = torch.empty_like(weight)
         grad_weight[vocab_size:] = 0
         if weight.dtype == hidden.dtype:
@@ -169,8 +186,14 @@ class _SoftcapCrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
         factor = grad.item()
+        if ctx.sink is not None:
+            grad_hidden, hidden = ctx.saved_tensors
+            if ctx.use != _uses:
+                raise RuntimeError("another loss was computed before this one's backward pass, in the same memory")
+            ctx.sink(ctx.logits if factor == 1.0 else ctx.logits * factor, hidden)
+            return grad_hidden * factor if factor != 1.0 else grad_hidden, *[None] * 7
+        grad_hidden, grad_weight = ctx.saved_tensors
         if factor != 1.0:  # backward() straight from the loss: no pass over the 67 MB of the head's gradient
             grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor
-        return grad_hidden, grad_weight, None, None, None, None, None
+        return grad_hidden, grad_weight, *[None] * 6

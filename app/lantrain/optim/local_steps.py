@@ -14,7 +14,7 @@ embedding tables only rows that some rank has touched lately travel.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 
 import torch
 import torch.distributed as dist
@@ -67,16 +67,17 @@ class LocalSteps:
         delta_bits: int,
         muon_dtype: torch.dtype = torch.float32,
         moments_dtype: torch.dtype = torch.float32,
+        late: Collection[str] = (),
     ) -> None:
         """Prepare rounds of `every` steps from the weights in `params`, which must be equal on all ranks.
 
-        delta_bits: 8 or 4, or 32 for no rounding. With 32, outer_lr 1 and outer_momentum 0 a round ends at the average
-        of the ranks' weights.
+        late, moments_dtype: as the ShardedOptimizer's. delta_bits: 8 or 4, or 32 for no rounding. With 32, outer_lr 1
+        and outer_momentum 0 a round ends at the average of the ranks' weights.
         """
         self.params, self.tables, self.ranks = dict(params), sorted(tables), ranks
         self.every, self.outer_lr, self.outer_momentum, self.bits = every, outer_lr, outer_momentum, delta_bits
         self.inner = ShardedOptimizer(
-            params, groups, tables, Ranks(0, 1), muon_dtype=muon_dtype, moments_dtype=moments_dtype
+            params, groups, tables, Ranks(0, 1), muon_dtype=muon_dtype, moments_dtype=moments_dtype, late=late
         )
         self.steps_since = 0
         self.sent_bytes = 0

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lantrain.cluster.group import Ranks
-from lantrain.model.embedding import EmbeddingRows, WeightCasts
+from lantrain.model.embedding import EmbeddingRows, GradientSink, WeightCasts
 from lantrain.optim.adamw import adamw_update, moments_like
 from lantrain.optim.groups import ParamGroup
 from lantrain.optim.muon import muon_update, second_moment_shape
@@ -26,6 +27,12 @@ from lantrain.optim.wire import Wire, make_buckets
 
 LARGE = 2**12
 """AdamW's moments of smaller parameters are float32 always: gates and scalars."""
+
+LATE = ("lm_head.weight",)
+"""What GPT's forward pass uses last, and its backward pass first."""
+
+PART_ROWS = 2**12
+"""Rows of the head's gradient that are made at a time in bfloat16."""
 
 
 class ShardedOptimizer:
@@ -46,9 +53,9 @@ class ShardedOptimizer:
     ) -> None:
         """Prepare owners for `params` (by state-dict name); `tables` names the replicated embedding tables.
 
-        late: names of parameters that the forward pass uses last. They are updated
-        last, and `step` does not wait for their new weights. Like rows of the tables they are read through
-        `gather_rows`; whoever reads them otherwise calls `finish` before.
+        late: names of parameters that the forward pass uses last. They are updated last, and `step` does not wait for
+        their new weights. Like rows of the tables they are read through `gather_rows`, which takes their gradients too;
+        whoever reads them otherwise calls `finish` before.
         moments_dtype: of AdamW's state for the tables and the head; the same on every rank.
         wire_dtype: of gradients and weights while they travel, float32 or bfloat16. With bfloat16 the large parameters
         are rounded here, on every rank alike, and their owners keep what they were (`full_weights`).
@@ -78,7 +85,7 @@ class ShardedOptimizer:
             self._round_weights(pieces, narrow)
         self._pending: list[Callable[[], dict[Piece, Tensor]]] = []
         self._final, self._missing = False, self._names_by_bucket()
-        self._late = {id(self.params[name]) for name in late}
+        self._late = {id(self.params[name]): name for name in late}
         late_buckets = [names <= set(late) for names in self._names_by_bucket()]
         self._order = sorted(enumerate(late_buckets), key=lambda pair: pair[1])
         self._on_their_way: list[Callable[[], Iterator[tuple[Piece, Tensor]]]] = []
@@ -210,7 +217,29 @@ class ShardedOptimizer:
         """
         self.tables.settle_rows(idx)
         rows = EmbeddingRows.gather(self.tables.params, idx, self.tables.vocab)
-        return replace(rows, casts=_LateCasts(self._late, self._take_late_weights))
+        return replace(rows, casts=_StepCasts(self))
+
+    def _add_product(self, name: str, left: Tensor, right: Tensor) -> None:
+        """Add left^T right to the gradient of a parameter (K, C): left (N, up to K), right (N, C).
+
+        In float32 the product is added while it is made; a narrower one is made in parts, which fit the cache.
+        """
+        param, count = self.params[name], left.shape[1]
+        fresh = param.grad is None
+        if param.grad is None:
+            param.grad = torch.empty_like(param)
+            param.grad[count:] = 0.0
+        rows = count if left.dtype == param.dtype else PART_ROWS
+        for start in range(0, count, rows):
+            part, target = left[:, start : start + rows].t(), param.grad[start : min(start + rows, count)]
+            if left.dtype == param.dtype:
+                torch.addmm(target, part, right, beta=0 if fresh else 1, out=target)
+            elif fresh:
+                target.copy_(torch.mm(part, right))
+            else:
+                target.add_(torch.mm(part, right))
+        if self.ranks.world > 1:
+            self._arrived(name)
 
     def _update(self, piece: Piece, gradient: Tensor, lr_multiplier: float, momentum: float, decay: float) -> None:
         group, weights = self.groups[piece.group], self._weights(piece)
@@ -337,14 +366,18 @@ class ShardedOptimizer:
                 raise ValueError(f"optimizer state {key} has shape {tuple(state[key].shape)}, the model {tuple(shape)}")
 
 
-class _LateCasts(WeightCasts):
-    """The casts of a step, which wait for late weights at their first use."""
+class _StepCasts(WeightCasts):
+    """The casts of a step, which wait for late weights at their first use, and add up late parameters' gradients."""
 
-    def __init__(self, late: set[int], take_late_weights: Callable[[], None]) -> None:
+    def __init__(self, optimizer: ShardedOptimizer) -> None:
         super().__init__()
-        self._late, self._take_late_weights = late, take_late_weights
+        self._optimizer = optimizer
 
     def of(self, weight: Tensor, dtype: torch.dtype) -> Tensor:
-        if id(weight) in self._late:
-            self._take_late_weights()
+        if id(weight) in self._optimizer._late:
+            self._optimizer._take_late_weights()
         return super().of(weight, dtype)
+
+    def gradient_sink(self, weight: Tensor) -> GradientSink | None:
+        name = self._optimizer._late.get(id(weight))
+        return None if name is None else partial(self._optimizer._add_product, name)

@@ -25,7 +25,7 @@ from lantrain.model.gpt import GPT
 from lantrain.model.memory import keep_freed_memory
 from lantrain.optim.groups import ParamGroup, parameter_groups
 from lantrain.optim.local_steps import LocalSteps
-from lantrain.optim.sharded import ShardedOptimizer
+from lantrain.optim.sharded import LATE, ShardedOptimizer
 from lantrain.training import checkpoint
 from lantrain.training.config import Config, first_weights
 from lantrain.training.plan import Plan, make_plan
@@ -237,7 +237,7 @@ def make_optimizer(
     return ShardedOptimizer(
         dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
         weights=first_weights(args, ranks.world), muon_dtype=model.compute_dtype,
-        wire_dtype=wire_dtype, moments_dtype=getattr(torch, args.moments_dtype), late={"lm_head.weight"},
+        wire_dtype=wire_dtype, moments_dtype=getattr(torch, args.moments_dtype), late=LATE,
     )  # fmt: skip
 
 
@@ -248,6 +248,7 @@ def make_local_optimizer(config: Config, plan: Plan, model: GPT, ranks: Ranks) -
         dict(model.named_parameters()), _groups(config, plan, model), set(model.embedding_tables()), ranks,
         every=args.local_steps, outer_lr=args.outer_lr, outer_momentum=args.outer_momentum,
         delta_bits=args.delta_bits, muon_dtype=model.compute_dtype, moments_dtype=getattr(torch, args.moments_dtype),
+        late=LATE,
     )  # fmt: skip
 
 
