@@ -22,12 +22,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from benchmarks.measuring import SHAPES
+
 APP = Path(__file__).resolve().parents[1] / "app"
 WAYS = {"ours": {}, "spinning": {"GOMP_SPINCOUNT": "300000"}, "sleeping": {"OMP_WAIT_POLICY": "passive"}}
 """Environment of each way; 300000 is what libgomp takes where nothing is said."""
 SETTLE_SECONDS = 7.0
 FIRST_STEPS = 3
-SHAPES = {4: (512, 2), 8: (1024, 1)}
 STEP_LINE = re.compile(r"^step .* dt: ([0-9.]+)ms")
 
 

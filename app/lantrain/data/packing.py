@@ -191,23 +191,6 @@ class RowStream:
         ends = np.cumsum(sizes)
         return keys, {key: tokens[end - size : end] for key, size, end in zip(keys, sizes, ends, strict=True)}
 
-    def start_after(self, position: Mapping[str, int]) -> None:
-        """Begin with the row group after `position`, which is how nanochat resumes: no state, some documents lost.
-
-        For checkpoints that nanochat wrote. Raises UserError when the position is not within the shards.
-        """
-        pq_idx, rg_idx, epoch = (int(position[name]) for name in ("pq_idx", "rg_idx", "epoch"))
-        if not 0 <= pq_idx < len(self._shards):
-            raise UserError(
-                f"the checkpoint's data position is in file {pq_idx}, and there are {len(self._shards)} here",
-                "put the shards of that run back",
-            )
-        # The documents before it are taken to have been usable, or that run would not have come so far.
-        cursor = Cursor(pq_idx, rg_idx + 1, 0, epoch, epoch_documents=1)
-        self._reader = DocumentReader(self._shards, self._batch_size, cursor)
-        self._place = dict(position)
-        self._keys, self._documents, self._sequence = [], {}, 0
-
 
 def _short(value: object) -> str:
     text = str(value)

@@ -76,7 +76,7 @@ class HubClient:
             mend = {
                 401: "give the master's token: TOKEN=...",
                 403: "on the master: make up-master ALLOW=<this network>",
-                412: "on the master: make up-master ATEN_CPU_CAPABILITY=default, slower on all; or leave this one out",
+                412: "make image; if that does not help, test this machine's memory and CPU, or leave it out",
                 409: "use the same version on both machines: git pull && make image",
             }.get(answer.status_code, "see the master's log: make logs")
             raise HubRefused(f"the master says no: {detail or answer.status_code}", mend)

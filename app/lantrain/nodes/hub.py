@@ -34,14 +34,10 @@ class RunSettings:
 
 @dataclass(frozen=True)
 class Arithmetic:
-    """The master's CPU class and the digest of its updates (arithmetic.py), and what ATEN_CPU_CAPABILITY limits it to.
-
-    All empty where nothing is to be compared.
-    """
+    """The master's CPU class and the digest of its updates (arithmetic.py); empty where nothing is to be compared."""
 
     cpu: str = ""
     update: str = ""
-    capability: str = ""
 
 
 def shares_for(arguments: list[str], world: int, rates: list[float]) -> list[str]:

@@ -80,7 +80,7 @@ def run_master(options: MasterOptions) -> int:
     settings = RunSettings(here.address, options.train_port, arguments, trainer_environment())
     check_master_network(here, options.hub_port, options.train_port, say)
     # Before anybody can join; it takes the import of torch.
-    bits = Arithmetic(cpu_class(), update_digest(), os.environ.get("ATEN_CPU_CAPABILITY", ""))
+    bits = Arithmetic(cpu_class(), update_digest())
     hub = Hub(membership, Admission(list(networks), options.token), settings, code_fingerprint(), bits)
     server = HubServer(hub, sorted({here.address, "127.0.0.1"}), options.hub_port)
     port = "" if options.hub_port == DEFAULT_PORT else f" HUB_PORT={options.hub_port}"

@@ -90,4 +90,3 @@ class Facts(_Strict):
     sends_mib: int
     cpu: str = ""
     update: str = ""
-    capability: Annotated[str, Field(max_length=16, pattern="^[a-z0-9_]*$")] = ""

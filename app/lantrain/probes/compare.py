@@ -42,16 +42,14 @@ def versions(info: NodeInfo, master: dict[str, str]) -> Result:
 
 
 def arithmetic(info: NodeInfo, cpu: str, update: str) -> Result:
-    """Compare the bits of this machine's optimizer with those of the master, whose class is `cpu`."""
+    """Compare the bits of this machine's optimizer, of class `info.cpu`, with those of the master, of class `cpu`."""
     tried = "made the same updates as the master"
     if not update or info.update == update:
         return Result("arithmetic", "ok", tried, f"{info.cpu}, the same bits as the master's {cpu}".strip())
     seen = f"{info.cpu} here gives other bits than the master's {cpu}"
-    means = "embedding tables are updated on every rank and have to stay equal to the last bit"
-    mend = {"": "make up-master ATEN_CPU_CAPABILITY=default (slower on every machine), or leave this machine out"}
-    if info.cpu.split(" ")[0] != cpu.split(" ")[0]:
-        mend = {"": "use machines of one architecture in a run"}
-    return Result("arithmetic", "fail", tried, seen, means, mend, "the master")
+    means = "CPUs of all kinds give the same bits: a wrong image, or faulty memory or a faulty CPU"
+    mend = {"": "make image; if that does not help, test memory and CPU, or leave this machine out"}
+    return Result("arithmetic", "fail", tried, seen, means, mend, "this machine")
 
 
 def round_trip(ask: Callable[[], object]) -> float:

@@ -18,7 +18,6 @@ from pydantic import ValidationError
 
 from lantrain.cluster.addresses import Interface, interfaces
 from lantrain.errors import UserError
-from lantrain.nodes import arithmetic
 from lantrain.nodes.client import HubClient
 from lantrain.nodes.messages import Facts, NodeInfo
 from lantrain.probes import compare as probes_peer
@@ -186,9 +185,6 @@ def worker_probes(client: HubClient, info: NodeInfo) -> tuple[list[Result], Node
     before = time.time()
     facts = ask_facts(client)
     sides = Sides(client, facts, probes_here.on_route(facts.address))
-    if facts.capability:  # the master's trainers, and with them all, are limited to it
-        cpu, update = arithmetic.under(facts.capability)
-        info = info.model_copy(update={"cpu": cpu, "update": update})
     results = [*local_probes(facts.address), *compare(sides, info, (before + time.time()) / 2)]
     if failed(result for result in results if result.name == "route"):
         return results, info, sides

@@ -113,7 +113,8 @@ def memory(parts: dict[str, int], free: int | None = None, owner: str = "") -> R
     what = ", ".join(f"{name} {size:,}" for name, size in parts.items() if size)
     tried = f"added up what a rank needs, in MiB: {what}"
     seen = f"needs about {total:,} MiB, has {free:,} free ({owner or 'this machine'})"
-    smaller = {"": "make up-master TRAIN_ARGS='... --device-batch-size 1', or a smaller --depth"}
+    flags = "--device-batch-size 1 --moments-dtype bfloat16"
+    smaller = {"": f"make up-master TRAIN_ARGS='... {flags}', or a smaller --depth"}
     # Activations are a rough figure; without room for the rest it cannot work.
     if free < total - parts.get("activations", 0):
         means = "the trainer would be killed for lack of memory: close programs here, or train something smaller"

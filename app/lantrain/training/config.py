@@ -21,6 +21,9 @@ NANOCHAT_EVAL_TOKENS = 80 * 524288
 DEFAULT_EVAL_STEPS = 8
 """Evaluation without --eval-tokens: the tokens of so many training steps, about 3 steps' time (forward only)."""
 
+LARGEST = 2**31 - 1
+"""No whole number of the command line or of the plan is larger: far from any run, and safe in every tensor."""
+
 TRACKERS = ("none", "mlflow", "tensorboard", "wandb")
 
 
@@ -155,6 +158,12 @@ def _check_device(args: argparse.Namespace) -> None:
 _AT_LEAST_0 = (
     "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay", "warmup_steps", "final_lr_frac",
 )  # fmt: skip
+# What is much too large even for the plan alone: sizes of tensors overflow, and lists of ranks or of micro-batches fill
+# the memory. 256 ranks are as many as the hub takes.
+_AT_MOST = {
+    "depth": 1000, "aspect_ratio": 4096, "head_dim": 4096, "total_batch_size": 2**26, "world_size": 256,
+    "target_param_data_ratio": 10**6,
+}  # fmt: skip
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
@@ -165,6 +174,9 @@ def _check_numbers(args: argparse.Namespace) -> None:
             raise UserError(f"{flag} {value} is not a number to compute with", "leave it out for the default")
         if name in _AT_LEAST_0 and value < 0:
             raise UserError(f"{flag} must be at least 0, not {value}", "leave it out for the default")
+        most = _AT_MOST.get(name, LARGEST if isinstance(value, int) else math.inf)
+        if isinstance(value, int | float) and value > most:
+            raise UserError(f"{flag} must be at most {most:,}, not {value}", "leave it out for the default")
     if not 0 <= args.warmdown_ratio <= 1:
         raise UserError(f"--warmdown-ratio {args.warmdown_ratio} is not a share of the run", "use 0 to 1")
     for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size"):

@@ -21,7 +21,7 @@ from lantrain.optim.schedule import (
     lr_scale,
     scaled_weight_decay,
 )
-from lantrain.training.config import Config, check_batch, evaluation_rows, first_weights
+from lantrain.training.config import LARGEST, Config, check_batch, evaluation_rows, first_weights
 from lantrain.training.local_plan import local_lines
 from lantrain.training.wire_plan import wire_lines
 
@@ -88,6 +88,8 @@ def make_plan(config: Config, vocab_size: int) -> Plan:
         iterations, reason = target_tokens // batch, "--target-param-data-ratio"
     if iterations < 1:
         raise UserError(f"{reason} gives no full step of {batch} tokens", "give --num-iterations")
+    if iterations > LARGEST:
+        raise UserError(f"{reason} gives {float(iterations):.1e} steps", "give --num-iterations")
     schedule = Schedule(iterations, args.warmup_steps, args.warmdown_ratio, args.final_lr_frac, decay)
     rows = batch // args.max_seq_len
     return Plan(

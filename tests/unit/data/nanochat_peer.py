@@ -7,7 +7,7 @@ import sys
 from typing import Any
 
 
-def rows(tokenizer_dir: str, seq_len: int, count: int, split: str, resume: str) -> dict[str, Any]:
+def rows(tokenizer_dir: str, seq_len: int, count: int, split: str) -> dict[str, Any]:
     """`count` rows of nanochat's loader, and its position after each."""
     from nanochat.dataloader import tokenizing_distributed_data_loader_with_state_bos_bestfit
     from nanochat.tokenizer import RustBPETokenizer
@@ -18,7 +18,6 @@ def rows(tokenizer_dir: str, seq_len: int, count: int, split: str, resume: str) 
         seq_len,
         split,
         device="cpu",
-        resume_state_dict=json.loads(resume),
     )
     out, positions = [], []
     for _ in range(count):

@@ -50,9 +50,7 @@ def test_rows_are_nanochats(
     documents = [make_documents(n, seed=n, longest=longest) for n in (500, 411, 60, 300)]
     folder = write_shards(tmp_path / "base" / "base_data_climbmix", documents, row_group_size)
     tokenizer.save(tmp_path / "tokenizer")
-    theirs = ask(
-        do="rows", tokenizer_dir=str(tmp_path / "tokenizer"), seq_len=seq_len, count=600, split=split, resume="null"
-    )
+    theirs = ask(do="rows", tokenizer_dir=str(tmp_path / "tokenizer"), seq_len=seq_len, count=600, split=split)
     stream = RowStream(getattr(open_shards(folder), split), tokenizer, seq_len)
     positions = []
     ours = []
@@ -62,26 +60,6 @@ def test_rows_are_nanochats(
     np.testing.assert_array_equal(np.stack(ours), np.array(theirs["rows"]))
     assert positions == theirs["positions"]
     assert positions[-1]["epoch"] > 1
-
-
-def test_continues_nanochats_own_checkpoint(ask: Ask, tmp_path: Path, tokenizer: Tokenizer) -> None:
-    folder = write_shards(
-        tmp_path / "base" / "base_data_climbmix", [make_documents(900, seed=n) for n in (1, 2, 3)], 70
-    )
-    tokenizer.save(tmp_path / "tokenizer")
-    position = {"pq_idx": 0, "rg_idx": 4, "epoch": 3}
-    theirs = ask(
-        do="rows",
-        tokenizer_dir=str(tmp_path / "tokenizer"),
-        seq_len=128,
-        count=50,
-        split="train",
-        resume=json.dumps(position),
-    )
-    stream = RowStream(open_shards(folder).train, tokenizer, 128)
-    stream.start_after(position)
-    np.testing.assert_array_equal(stream.next_rows(50), np.array(theirs["rows"]))
-    assert stream.position == theirs["positions"][-1]
 
 
 def test_nanochat_reads_our_tokenizer(ask: Ask, tmp_path: Path, tokenizer: Tokenizer) -> None:

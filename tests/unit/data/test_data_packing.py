@@ -197,15 +197,6 @@ def test_only_unusable_documents(folder_of: Folder, tokenizer: Tokenizer) -> Non
         stream.next_rows(1)
 
 
-def test_a_position_outside_the_shards(mixed: ShardSet, tokenizer: Tokenizer) -> None:
-    stream = RowStream(mixed.train, tokenizer, T)
-    with pytest.raises(UserError, match="in file 7, and there are 3 here"):
-        stream.start_after({"pq_idx": 7, "rg_idx": 0, "epoch": 1})
-    stream.start_after({"pq_idx": 2, "rg_idx": 99, "epoch": 1})
-    stream.next_rows(1)
-    assert stream.position["epoch"] == 2
-
-
 def test_no_shards(tokenizer: Tokenizer) -> None:
     shards: tuple[Shard, ...] = ()
     with pytest.raises(UserError, match="none of the 0 shards has rows"):

@@ -348,6 +348,7 @@ EMULATED = [  # architecture, library, compiler, what runs the result
 ]
 
 
+@pytest.mark.on_ci
 @pytest.mark.parametrize(("machine", "name", "compiler", "runner"), EMULATED)
 def test_on_an_emulated_cpu(tmp_path, machine, name, compiler, runner):
     """No illegal instruction, and the values of plain loops, on CPUs that this machine is not."""

@@ -119,10 +119,19 @@ def test_another_version_is_refused_with_both_values(served: Served, item: str, 
 
 def test_a_node_that_computes_other_bits_is_refused_with_what_to_type(served: Served) -> None:
     served.hub.arithmetic = Arithmetic("x86_64 AVX512", "ab")
-    with pytest.raises(HubRefused, match=r"x86_64 DEFAULT there, x86_64 AVX512 on the master.*ATEN_CPU_CAPABILITY"):
-        served.client().join("i5", info(cpu="x86_64 DEFAULT", update="cd"))
+    with pytest.raises(HubRefused, match="bits differ: x86_64 AVX2 there, x86_64 AVX512 on the master") as no:
+        served.client().join("i5", info(cpu="x86_64 AVX2", update="cd"))
+    assert no.value.mend.startswith("make image;")
+    assert "\n" not in str(no.value)
     assert served.client().status()["nodes"] == []
-    served.client().join("i5", info(cpu="x86_64 AVX2", update="ab"))
+
+
+def test_another_kind_of_cpu_that_computes_the_same_bits_joins(served: Served) -> None:
+    served.hub.arithmetic = Arithmetic("x86_64 AVX512", "ab")
+    cpus = ["x86_64 AVX2", "x86_64 DEFAULT", "aarch64 DEFAULT"]
+    for number, cpu in enumerate(cpus):
+        served.client().join(f"i{number}", info(cpu=cpu, update="ab"))
+    assert [node["cpu"] for node in served.client().status()["nodes"]] == cpus
 
 
 def test_wrong_secret_changes_nothing(served: Served) -> None:

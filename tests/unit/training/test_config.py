@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from lantrain.errors import UserError
-from lantrain.training.config import build_parser, evaluation_rows, parse, parse_shares
+from lantrain.training.config import LARGEST, build_parser, evaluation_rows, parse, parse_shares
 from lantrain.training.plan import make_plan, plan_lines
 from tests.distributed.ranks import APP
 
@@ -24,7 +24,7 @@ NANOCHAT_DEFAULTS = {
 FORK = {"tracker": "none", "mlflow_uri": None, "mlflow_experiment": None}
 OWN = {
     "resume", "save_minutes", "skip_outliers", "keep_last", "shares", "rates", "rebalance", "stop_after", "dry_run",
-    "wire_dtype", "world_size", "sync", "local_steps", "outer_lr", "outer_momentum", "delta_bits",
+    "wire_dtype", "world_size", "sync", "local_steps", "outer_lr", "outer_momentum", "delta_bits", "moments_dtype",
 }  # fmt: skip
 
 REPORT = (
@@ -103,6 +103,32 @@ def test_numbers_must_be_finite(name: str, value: str) -> None:
         parse(["--depth=4", f"{flag}={value}"])
 
 
+WHOLE = [action.option_strings[0] for action in build_parser()._actions if action.type is int]
+
+
+@pytest.mark.parametrize("flag", WHOLE)
+@pytest.mark.parametrize("value", [LARGEST + 1, 10**20, 10**400], ids=["2**31", "1e20", "1e400"])
+def test_whole_numbers_have_a_limit(flag: str, value: int) -> None:
+    """Python's own have none: tensors and lists of such a size are a traceback, or a plan that is never done."""
+    others = [] if flag == "--depth" else ["--depth=4"]
+    with pytest.raises(UserError, match=rf"^(argument )?{flag}( must be at most [\d,]+, not {value}|: invalid choice)"):
+        parse(["--dry-run", *others, f"{flag}={value}"])
+
+
+@pytest.mark.parametrize("flags", ["--target-param-data-ratio=1e300", "--target-flops=1e300", "--target-flops=1e30"])
+def test_horizons_have_a_limit(flags: str) -> None:
+    with pytest.raises(UserError, match=r"(must be at most 1,000,000|gives \d\.\de\+\d+ steps)"):
+        make_plan(parse(["--depth=2", "--max-seq-len=64", "--total-batch-size=4096", flags]), 512)
+
+
+def test_a_plan_at_the_limits() -> None:
+    """What is let through is planned: no tensor's size overflows."""
+    flags = "--depth=1000 --aspect-ratio=4096 --head-dim=4096 --max-seq-len=33554432 --num-iterations=2147483647"
+    plan = make_plan(parse([*flags.split(), "--total-batch-size=67108864"]), 32768)
+    assert plan.rows == 2
+    assert plan.counts["total"] > 10**16
+
+
 def test_a_model_too_narrow_for_its_gates() -> None:
     flags = "--depth 1 --aspect-ratio 2 --head-dim 2 --num-iterations 5 --total-batch-size 2048"
     with pytest.raises(UserError, match="gives 2 channels, and the gates read 24"):
@@ -164,6 +190,8 @@ def test_auto_batch_is_a_power_of_two_that_rows_fill() -> None:
         (["--dry-run", *REPORT, "--world-size", "5"], 0, "rank 4: 0 rows in 0 micro-batches"),
         (["--total-batch-size", "2000", "--max-seq-len", "512"], 2, "error: total-batch-size 2000"),
         (["--fp8"], 2, "error: --fp8"),
+        (["--dry-run", *REPORT, "--world-size", str(10**20)], 2, "error: --world-size must be at most 256, not 1000"),
+        (["--dry-run", *REPORT, "--world-size", "1e20"], 2, "error: argument --world-size: invalid int value: '1e20'"),
     ],
 )
 def test_command_exits_with_its_code_and_without_a_traceback(flags: list[str], code: int, words: str) -> None:
