@@ -73,6 +73,18 @@ def test_worker_needs_no_files(corpus: Path, tmp_path: Path, alone: Run) -> None
     assert list(nothing.iterdir()) == []
 
 
+def test_cpus_of_other_kinds_keep_the_same_replicas(corpus: Path) -> None:
+    """A worker without vector instructions and without C++ beside a leader with all that this CPU has.
+
+    Replicas are compared at step 50 and with the checkpoint at the end; tables are updated on either for itself.
+    """
+    old = {"ATEN_CPU_CAPABILITY": "default", "LANTRAIN_KERNELS": "off"}
+    flags = [*TINY, "--num-iterations=52", "--warmup-steps=2"]
+    run = run_ranks(2, corpus, flags, tag="kinds", worker_env=old).ok()
+    assert len(run.losses) == 52
+    assert "PyTorch's operators" in run.ranks[1].output
+
+
 def test_evaluation_does_not_depend_on_ranks(corpus: Path) -> None:
     flags = [*TINY, "--num-iterations=4", "--eval-every=2"]
     one = run_ranks(1, corpus, flags, tag="eval1").ok()
