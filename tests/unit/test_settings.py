@@ -39,7 +39,7 @@ def read_by_make() -> set[str]:
 # Who sets them, where that is not a person: torchrun, the launchers for their trainers, the image, compose.yaml.
 SET_BY_PROGRAMS = {
     "RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "LANTRAIN_BEACON", "LANTRAIN_GENERATION",
-    "LANTRAIN_RUN", "LANTRAIN_STACKS", "LANTRAIN_NODES_ON_HOST", "PYTHONPATH",
+    "LANTRAIN_RUN", "LANTRAIN_STACKS", "LANTRAIN_NODES_ON_HOST",
 }  # fmt: skip
 
 
