@@ -32,7 +32,7 @@ LATE = ("lm_head.weight",)
 """What GPT's forward pass uses last, and its backward pass first."""
 
 PART_ROWS = 2**12
-"""Rows of the head's gradient that are made at a time in bfloat16."""
+"""Rows of the head's gradient that are made at a time."""
 
 
 class ShardedOptimizer:
@@ -222,22 +222,18 @@ class ShardedOptimizer:
     def _add_product(self, name: str, left: Tensor, right: Tensor) -> None:
         """Add left^T right to the gradient of a parameter (K, C): left (N, up to K), right (N, C).
 
-        In float32 the product is added while it is made; a narrower one is made in parts, which fit the cache.
+        In parts that fit the cache, each made and then added: the sum that autograd makes, to the bit, so that ranks
+        which share the micro-batches out get the gradient of one rank.
         """
         param, count = self.params[name], left.shape[1]
         fresh = param.grad is None
         if param.grad is None:
             param.grad = torch.empty_like(param)
             param.grad[count:] = 0.0
-        rows = count if left.dtype == param.dtype else PART_ROWS
-        for start in range(0, count, rows):
-            part, target = left[:, start : start + rows].t(), param.grad[start : min(start + rows, count)]
-            if left.dtype == param.dtype:
-                torch.addmm(target, part, right, beta=0 if fresh else 1, out=target)
-            elif fresh:
-                target.copy_(torch.mm(part, right))
-            else:
-                target.add_(torch.mm(part, right))
+        for start in range(0, count, PART_ROWS):
+            product = torch.mm(left[:, start : start + PART_ROWS].t(), right)
+            target = param.grad[start : start + len(product)]
+            _ = target.copy_(product) if fresh else target.add_(product)
         if self.ranks.world > 1:
             self._arrived(name)
 
