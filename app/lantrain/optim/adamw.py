@@ -117,7 +117,8 @@ def advance_rows(
     """
     found = kernels()
     if found is None:
-        for missing in range(len(steps), 0, -1):
+        lacking = behind[rows]
+        for missing in range(int(lacking.max()) if lacking.numel() else 0, 0, -1):
             _twin_of_rows(param, exp_avg, exp_avg_sq, rows, grads if missing == 1 else None, behind, missing,
                           steps[-missing], constants)  # fmt: skip
         return

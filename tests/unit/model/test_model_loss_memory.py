@@ -37,6 +37,7 @@ print(micro_batches(2, 8), micro_batches(1, {TOKENS}), micro_batches(3, {TOKENS}
 """
 
 
+@pytest.mark.on_ci
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="no /proc")
 @pytest.mark.parametrize("operations", ["", "off"])
 @pytest.mark.parametrize("way", ["sink", "autograd"])

@@ -42,6 +42,7 @@ def test_digest_is_the_same_for_any_number_of_threads() -> None:
     assert len(digests) == 1
 
 
+@pytest.mark.on_ci
 @pytest.mark.skipif(LEVEL not in ("AVX2", "AVX512"), reason=f"this CPU is {cpu_class()}")
 @pytest.mark.parametrize("level", ["default", "avx2"])
 def test_digest_is_the_same_for_every_class(level: str) -> None:

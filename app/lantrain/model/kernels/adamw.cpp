@@ -103,7 +103,8 @@ inline void without_gradient(vf (&p)[N], vf (&m)[N], vf (&v)[N], const Constants
 }
 
 // For each step: later changes are at most this one's times (largest size / this size) * this correction, because
-// beta1 < sqrt(beta2), with room for moments in bfloat16; p shrinks by all decays. A change is lost below 2^-26 of p; two more bits are for the rounding here.
+// beta1 < sqrt(beta2), with room for moments in bfloat16; p shrinks by all decays. A change is lost below 2^-26 of p; two
+// more bits are for the rounding here.
 std::vector<float> limits_of(const Step* steps, int64_t count) {
   std::vector<float> limits(static_cast<size_t>(count));
   float largest = 0, left = 1;
