@@ -5,6 +5,7 @@ from lantrain.model.kernels import kernels
 from lantrain.optim.muon import POLAR_EXPRESS, muon_update, polar_express, second_moment_shape
 
 SHAPES = [(64, 64), (48, 64), (64, 48), (32, 128), (128, 32), (4, 12), (1, 12), (12, 1), (65, 33), (256, 96)]
+SHAPES += [(512, 512), (530, 512), (513, 1040)]  # symmetric products in stripes
 
 
 def random(*shape, seed=0):
