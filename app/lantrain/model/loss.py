@@ -5,6 +5,11 @@ would keep half a dozen of them. Here there is one, kept from micro-batch to mic
 fault for every 4 KiB): the gradients overwrite the logits, while the matmuls stay whole (small ones were 10 to 40%
 slower). The C++ operation passes over the buffer once; its twin in PyTorch works in chunks of rows that fit the cache.
 
+On CPUs that multiply bfloat16 even the logits are never there: one C++ operation makes them tile by tile, in float32,
+and keeps exp(softcapped z) times the slope of the softcap. What that lacks of the gradient is one factor a token, the
+denominator of the softmax, which multiplies the rows of the hidden states instead. The loss of a token is then exact to
+1e-6, where rounded logits make it wrong by up to 7e-3 (docs/log.md), and an evaluation needs no buffer.
+
 The softcap 15 tanh(z / 15) is written with s = sigmoid(2 z / 15): tanh = 2 s - 1, so that
   softmax(15 tanh) = softmax(30 s)   (a constant shift cancels),
   d(15 tanh)/dz = 1 - tanh^2 = 4 s (1 - s),
@@ -23,10 +28,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from lantrain.model.embedding import GradientSink
-from lantrain.model.kernels import fits, is_bf16, kernels
+from lantrain.model.kernels import Kernels, fits, is_bf16, kernels
 
 SOFTCAP = 15.0
 IGNORE = -1
+UNIT = 32  # whole tiles of the C++ operation that makes the logits
 # Elements of a chunk: 2 MiB of float32, and as much again for the probabilities, over all cores' L2 caches.
 CHUNK_ELEMENTS = 1 << 19
 
@@ -65,8 +71,10 @@ def token_losses(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, vocab_size: int, softcap: float = SOFTCAP
 ) -> Tensor:
     """Cross-entropy of each token (N,), zero where ignored, for evaluation: no graph. Shapes as above."""
-    logits = _logits(hidden, weight.to(hidden.dtype), vocab_size)
-    return _losses(logits, targets, softcap, 1.0, want_grad=False)
+    narrow = weight.to(hidden.dtype)
+    if (found := _head_operation(hidden, narrow, vocab_size)) is not None:
+        return _head_losses(found, hidden, narrow[:vocab_size], targets, softcap, None)[0]
+    return _losses(_logits(hidden, narrow, vocab_size), targets, softcap, 1.0, want_grad=False)
 
 
 def softcap_cross_entropy_reference(
@@ -111,15 +119,48 @@ def _losses(logits: Tensor, targets: Tensor, softcap: float, scale: float, *, wa
     if found is None or not fits(logits):
         return _losses_twin(logits, targets, softcap, scale, want_grad=want_grad)
     tokens, vocab = logits.shape
-    targets = targets.contiguous()
-    if tokens and not (int(targets.min()) >= IGNORE and int(targets.max()) < vocab):
-        raise IndexError(f"a target is not among the {vocab} tokens")
+    targets = _checked(targets, vocab)
     losses = torch.empty(tokens, dtype=torch.float32)
     found.library.lantrain_softcap_loss(
         logits.data_ptr(), is_bf16(logits), tokens, vocab, targets.data_ptr(),
         softcap, scale, want_grad, losses.data_ptr(), torch.get_num_threads(),
     )  # fmt: skip
     return losses
+
+
+def _checked(targets: Tensor, vocab: int) -> Tensor:
+    """Targets as the C++ operations read them, which do not look whether a token exists."""
+    if targets.numel() and not (int(targets.min()) >= IGNORE and int(targets.max()) < vocab):
+        raise IndexError(f"a target is not among the {vocab} tokens")
+    return targets.contiguous()
+
+
+def _head_operation(hidden: Tensor, narrow: Tensor, vocab_size: int) -> Kernels | None:
+    """The library whose operation makes losses of hidden (N, C) and narrow (V, C) in one, if it takes these."""
+    found = kernels()
+    whole = all(size % UNIT == 0 for size in (*hidden.shape, vocab_size))
+    usable = whole and hidden.dtype == narrow.dtype == torch.bfloat16 and hidden.numel() > 0
+    if found is None or not found.narrow or not usable or not (hidden.is_contiguous() and narrow.is_contiguous()):
+        return None
+    return found
+
+
+def _head_losses(
+    found: Kernels, hidden: Tensor, narrow: Tensor, targets: Tensor, softcap: float, products: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Losses (N,) and factors (N, 1), both float32, of hidden (N, C) and narrow (V, C).
+
+    With `products` (N, V) these are filled so that factors * products are dloss/dlogits.
+    """
+    tokens, vocab = len(hidden), len(narrow)
+    targets = _checked(targets, vocab)
+    losses, factors = torch.empty(tokens), torch.empty(tokens, 1)
+    found.library.lantrain_head_loss(
+        hidden.data_ptr(), narrow.data_ptr(), tokens, hidden.size(1), vocab, targets.data_ptr(), softcap,
+        products.data_ptr() if products is not None else None, losses.data_ptr(), factors.data_ptr(),
+        torch.get_num_threads(),
+    )  # fmt: skip
+    return losses, factors
 
 
 def _losses_twin(logits: Tensor, targets: Tensor, softcap: float, scale: float, *, want_grad: bool) -> Tensor:
@@ -166,9 +207,19 @@ class _SoftcapCrossEntropy(Function):
         scale: float,
         gradient_sink: GradientSink | None,
     ) -> Tensor:
-        buffer = _logits(hidden, narrow, vocab_size)
-        loss = _losses(buffer, targets, softcap, scale, want_grad=True).sum() * scale
-        grad_hidden = torch.mm(buffer, narrow[:vocab_size])
+        narrow_head = narrow[:vocab_size]
+        if (found := _head_operation(hidden, narrow, vocab_size)) is not None:
+            buffer = _buffer(len(hidden) * vocab_size, hidden.dtype).view(-1, vocab_size)
+            losses, factors = _head_losses(found, hidden, narrow_head, targets, softcap, buffer)
+            factors *= scale
+            grad_hidden = torch.mm(buffer, narrow_head).mul_(factors)
+            hidden = (hidden * factors).to(hidden.dtype)
+        else:
+            buffer = _logits(hidden, narrow, vocab_size)
+            losses = _losses(buffer, targets, softcap, scale, want_grad=True)
+            grad_hidden = torch.mm(buffer, narrow_head)
+        loss = losses.sum() * scale
+        # The gradient of the weight is the product of the buffer and these, which may have their tokens' factors.
         ctx.sink = gradient_sink
         if gradient_sink is not None:
             ctx.save_for_backward(grad_hidden, hidden)
@@ -191,8 +242,10 @@ class _SoftcapCrossEntropy(Function):
             grad_hidden, hidden = ctx.saved_tensors
             if ctx.use != _uses:
                 raise RuntimeError("another loss was computed before this one's backward pass, in the same memory")
-            ctx.sink(ctx.logits if factor == 1.0 else ctx.logits * factor, hidden)
-            return grad_hidden * factor if factor != 1.0 else grad_hidden, *[None] * 7
+            if factor != 1.0:
+                grad_hidden, hidden = grad_hidden * factor, hidden * factor
+            ctx.sink(ctx.logits, hidden)
+            return grad_hidden, *[None] * 7
         grad_hidden, grad_weight = ctx.saved_tensors
         if factor != 1.0:  # backward() straight from the loss: no pass over the 67 MB of the head's gradient
             grad_hidden, grad_weight = grad_hidden * factor, grad_weight * factor

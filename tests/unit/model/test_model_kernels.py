@@ -119,6 +119,10 @@ LOSS = [  # tokens, width, vocabulary, padded, ignored
     (5, 7, 65, 128, 2),
     (3, 2, 2, 2, 3),
     (130, 8, 1021, 1024, 1),
+    (64, 32, 128, 128, 3),  # from here on whole tiles: in bfloat16 the operation that makes the logits itself
+    (96, 64, 352, 384, 1),
+    (32, 64, 32, 64, 0),
+    (160, 32, 1024, 1024, 160),
 ]
 
 
@@ -144,6 +148,59 @@ def test_loss_and_gradients(library, dtype, shape, size):
     for z, twin in zip((hidden, weight), exact, strict=True):
         # Saturated logits leave gradients of 1e-10 and less, where the tolerance is of the largest that there could be.
         assert (z.grad.double() - twin.grad).norm() <= 2 * TOLERANCE[dtype] * twin.grad.norm() + 1e-6 * size
+
+
+@pytest.fixture
+def narrow_library(library):
+    if not kernels().narrow:
+        pytest.skip("the logits are made within the loss on CPUs that multiply bfloat16 alone")
+    return library
+
+
+def head(tokens=192, width=96, vocab=416):
+    """hidden (N, C), weight (V, C) in bfloat16 and targets (N,), the first ignored."""
+    random = torch.Generator().manual_seed(5)
+    hidden, weight = (torch.randn(rows, width, generator=random).bfloat16() for rows in (tokens, vocab))
+    targets = torch.randint(0, vocab, (tokens,), generator=random)
+    targets[0] = -1
+    return hidden, weight, targets
+
+
+def test_losses_of_logits_that_are_not_rounded(narrow_library):
+    hidden, weight, targets = head()
+    each = token_losses(hidden, weight, targets, vocab_size=len(weight))
+    logits = 15 * torch.tanh(hidden.double() @ weight.double().t() / 15)
+    exact = torch.nn.functional.cross_entropy(logits, targets, ignore_index=-1, reduction="none")
+    assert (each - exact).abs().max() < 1e-5
+    rounded = token_losses(hidden[:-1], weight, targets[:-1], vocab_size=len(weight))  # no whole tiles
+    assert (rounded - exact[:-1]).abs().max() > 1e-3
+
+
+def test_a_tokens_loss_depends_neither_on_threads_nor_on_other_tokens(narrow_library):
+    hidden, weight, targets = head()
+    results, threads = [], torch.get_num_threads()
+    for count in (1, 2, 3):
+        torch.set_num_threads(count)
+        leaf = hidden.clone().requires_grad_()
+        softcap_cross_entropy(leaf, weight.float(), targets, vocab_size=len(weight)).backward()
+        some = [token_losses(part, weight, t, vocab_size=len(weight)) for part, t in
+                zip(hidden.split(64), targets.split(64), strict=True)]  # fmt: skip
+        whole = token_losses(hidden, weight, targets, vocab_size=len(weight))
+        assert torch.equal(torch.cat(some), whole)
+        results.append((whole, leaf.grad))
+    torch.set_num_threads(threads)
+    for whole, gradient in results[1:]:
+        assert torch.equal(whole, results[0][0])
+        torch.testing.assert_close(gradient, results[0][1])
+
+
+def test_a_wrong_activation_shows_in_its_own_loss_and_a_wrong_target_is_refused(narrow_library):
+    hidden, weight, targets = head()
+    hidden[70, 3] = float("nan")
+    each = token_losses(hidden, weight, targets, vocab_size=len(weight))
+    assert each.isnan().nonzero().view(-1).tolist() == [70]
+    with pytest.raises(IndexError, match="416 tokens"):
+        token_losses(hidden, weight, targets.clamp_min(0) + len(weight), vocab_size=len(weight))
 
 
 def test_loss_of_numbers_that_are_none_is_none(library):

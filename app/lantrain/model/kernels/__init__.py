@@ -49,6 +49,7 @@ SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
 NARROW_SIGNATURES: dict[str, list[type[ctypes._SimpleCData]]] = {
     "lantrain_polar_express": [P, I64, I64, P, I64, I32],
     "lantrain_muon_update": [P, P, P, P, I64, I64, P, P, I64, I32],
+    "lantrain_head_loss": [P, P, I64, I64, I64, P, F32, P, P, P, I32],
 }
 """In the libraries for CPUs that multiply bfloat16 alone."""
 NARROW = ("v4amx", "v4bf16")
