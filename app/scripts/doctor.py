@@ -44,6 +44,7 @@ def check_master() -> list[Result]:
     from lantrain.cluster.gemm import native_bf16
     from lantrain.nodes.launcher import describe_node
     from lantrain.nodes.master import split_arguments
+    from lantrain.nodes.members import MAX_NODES
     from lantrain.probes import compare as probes_peer
     from lantrain.probes import here as probes_here
     from lantrain.probes import preflight
@@ -57,7 +58,7 @@ def check_master() -> list[Result]:
         probes_here.address(here),
         *preflight.local_probes(here.address),
         _own_ports(here.address, hub) or preflight.master_ports(hub, train),
-        *preflight.master_room(arguments, settings.positive_integer("NODES", 2), paths.base_dir()),
+        *preflight.master_room(arguments, settings.positive_integer("NODES", 2, MAX_NODES), paths.base_dir()),
         probes_peer.gemm(info, native_bf16()),
     ]
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from lantrain.cluster.addresses import clean_host, resolve
 from lantrain.errors import LOST_PEER_EXIT, UserError, run_main
 from lantrain.nodes import giving_up
-from lantrain.nodes.members import Limits
+from lantrain.nodes.members import MAX_NODES, Limits
 from lantrain.settings import port, positive_integer, positive_number
 
 if TYPE_CHECKING:
@@ -78,7 +78,7 @@ def _master() -> int:
         prepare()
 
     options = MasterOptions(
-        nodes=positive_integer("NODES", 2), address=os.environ.get("ADDRESS", "").strip(),
+        nodes=positive_integer("NODES", 2, MAX_NODES), address=os.environ.get("ADDRESS", "").strip(),
         hub_port=port("HUB_PORT", 29501), train_port=port("MASTER_PORT", 29500),
         arguments=arguments, allow=os.environ.get("ALLOW", ""), token=os.environ.get("TOKEN", ""),
         prepare=prepare_data, limits=_limits(), keep_slow=os.environ.get("KEEP_SLOW", "") not in ("", "0"),

@@ -10,6 +10,7 @@ from lantrain.data.corpus import make_sample
 from lantrain.data.shards import open_shards
 from lantrain.data.sources import load_sources
 from lantrain.errors import UserError, run_main
+from lantrain.flags import Parser
 from lantrain.paths import data_dir
 
 
@@ -17,7 +18,7 @@ def parse_arguments() -> argparse.Namespace:
     """The command line; the choice of sources comes from data/sources.toml."""
     sources = load_sources()
     listing = "; ".join(f"{source.name}: {source.about}" for source in sources.values())
-    parser = argparse.ArgumentParser(prog="python -m scripts.prepare_data", description=__doc__)
+    parser = Parser(prog="python -m scripts.prepare_data", description=__doc__)
     parser.add_argument("--source", choices=sorted(sources), default="climbmix", help=listing)
     parser.add_argument("--num-shards", type=int, default=None, help="training shards to download; one more validates")
     parser.add_argument("--out", type=Path, default=data_dir(), help="folder (NANOCHAT_DATA_DIR; %(default)s)")

@@ -5,11 +5,11 @@ Each argument is NAME=TAG, a folder under base_checkpoints, or NAME=path/to/metr
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 
 from lantrain import paths
 from lantrain.errors import UserError, run_main
+from lantrain.flags import LARGEST, Parser, check_numbers
 from lantrain.training.report import RunFigures, comparison_table, plot_losses, read_run
 
 
@@ -23,13 +23,14 @@ def _run(argument: str) -> RunFigures:
 
 def main() -> int:
     """Print the comparison and write the picture."""
-    parser = argparse.ArgumentParser(prog="scripts.report", description=__doc__)
+    parser = Parser(prog="python -m scripts.report", description=__doc__)
     parser.add_argument("runs", nargs="+", metavar="NAME=TAG")
     parser.add_argument("--every", type=int, default=5, help="steps between the table's rows")
     parser.add_argument("--png", type=Path, default=None, help="draw the losses into this file")
     args = parser.parse_args()
+    check_numbers(args, {"every": (1, LARGEST)})
     runs = [_run(argument) for argument in args.runs]
-    print(comparison_table(runs, max(1, args.every)))
+    print(comparison_table(runs, args.every))
     if args.png:
         plot_losses(runs, args.png)
         print(f"loss curve: {args.png}")

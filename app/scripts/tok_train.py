@@ -10,24 +10,28 @@ from importlib.metadata import version
 
 from lantrain.data.documents import iterate_once
 from lantrain.data.shards import Shard, fingerprint, open_shards
-from lantrain.data.tokenizer import Tokenizer
+from lantrain.data.tokenizer import SMALLEST_VOCABULARY, Tokenizer
 from lantrain.errors import UserError, run_main
+from lantrain.flags import LARGEST, Parser, check_numbers
 from lantrain.paths import data_dir, tokenizer_dir
 
 _PROGRESS_SECONDS = 5.0
+# Four times the largest vocabulary that is in use; the embedding tables alone would be gigabytes.
+_LARGEST_VOCABULARY = 2**20
+_RANGES = {
+    "max_chars": (1, 10**12), "doc_cap": (1, LARGEST), "vocab_size": (SMALLEST_VOCABULARY, _LARGEST_VOCABULARY),
+}  # fmt: skip
 
 
 def parse_arguments() -> argparse.Namespace:
     """nanochat's flags and defaults, and --force."""
-    parser = argparse.ArgumentParser(prog="python -m scripts.tok_train", description=__doc__)
+    parser = Parser(prog="python -m scripts.tok_train", description=__doc__)
     parser.add_argument("--max-chars", type=int, default=2_000_000_000, help="characters to train on (%(default)s)")
     parser.add_argument("--doc-cap", type=int, default=10_000, help="characters of a document at most (%(default)s)")
     parser.add_argument("--vocab-size", type=int, default=32768, help="tokens, nine special included (%(default)s)")
     parser.add_argument("--force", action="store_true", help="train again although the same tokenizer is there")
     arguments = parser.parse_args()
-    for flag in ("max_chars", "doc_cap"):
-        if getattr(arguments, flag) < 1:
-            raise UserError(f"--{flag.replace('_', '-')} must be at least 1", "leave it out for the default")
+    check_numbers(arguments, _RANGES)
     return arguments
 
 

@@ -47,6 +47,7 @@ SPLIT_PATTERN = "|".join(
 FORMAT = "lantrain-tokenizer-1"
 JSON_FILE, PICKLE_FILE, BYTES_FILE = "tokenizer.json", "tokenizer.pkl", "token_bytes.pt"
 _BYTE_TOKENS = 256
+SMALLEST_VOCABULARY = _BYTE_TOKENS + len(SPECIAL_TOKENS)
 _TRAIN_AGAIN = "python -m scripts.tok_train --force"
 # tiktoken 0.14 panics ("StackOverflow" in its regex) at a run of 1,000,000 spaces; 100,000 went well.
 _LONG_BLANK = re.compile(r"\s{20000}")
@@ -83,12 +84,10 @@ class Tokenizer:
 
         Deterministic in the texts and their order. Raises UserError when `vocab_size` is below 256 + 9.
         """
-        merges_and_bytes = vocab_size - len(SPECIAL_TOKENS)
-        if merges_and_bytes < _BYTE_TOKENS:
-            smallest = _BYTE_TOKENS + len(SPECIAL_TOKENS)
-            raise UserError(f"vocab-size {vocab_size} is too small", f"the smallest is {smallest}")
+        if vocab_size < SMALLEST_VOCABULARY:
+            raise UserError(f"vocab-size {vocab_size} is too small", f"the smallest is {SMALLEST_VOCABULARY}")
         trainer = rustbpe.Tokenizer()
-        trainer.train_from_iterator(texts, merges_and_bytes, pattern=SPLIT_PATTERN)
+        trainer.train_from_iterator(texts, vocab_size - len(SPECIAL_TOKENS), pattern=SPLIT_PATTERN)
         ranks = {bytes(token): rank for token, rank in trainer.get_mergeable_ranks()}
         specials = {name: len(ranks) + i for i, name in enumerate(SPECIAL_TOKENS)}
         return cls(ranks, specials, made=made)

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor
 
-SHAPES = ((7,), (32, 24), (401, 256))
-"""Rests of vectors, whole vectors, and enough for several threads."""
+SHAPES = ((7,), (32, 24), (513, 257))
+"""Rests of vectors, whole vectors, and enough for several threads and for a second BLOCK of the twin."""
 TABLE = (67, 136)
 """A table whose rows wait, of four vectors at once, single ones and a rest, whatever a vector's length."""
-STEPS = 3
+STEPS = 5
 WAITING_STEPS = 64
 """Rows of the table lack between one and all of them; the weights that lack most come to rest, a loop of its own."""
 BETAS, EPS, WEIGHT_DECAY, RATE = (0.8, 0.995), 1e-10, 0.013, 0.0173

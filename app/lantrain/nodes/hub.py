@@ -13,13 +13,12 @@ from fastapi import HTTPException
 
 import lantrain
 from lantrain.nodes.admission import Admission
-from lantrain.nodes.members import Report
+from lantrain.nodes.members import MAX_NODES, Report
 from lantrain.nodes.membership import Membership
 from lantrain.nodes.messages import BeatRequest, JoinRequest, LeaveRequest
 from lantrain.nodes.peer_desk import PeerDesk
 
 DEFAULT_PORT = 29501
-MAX_NODES = 256
 
 
 @dataclass

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 NodeState = Literal["idle", "running", "stopped", "leaving"]
+MAX_NODES = 256
+"""The hub takes no more."""
 
 
 @dataclass(frozen=True)

@@ -157,10 +157,12 @@ class Wire:
 
         return wait
 
+    def bytes_per_rank(self) -> list[dict[str, int]]:
+        """Bytes that each rank sends in a step: its gradients to the owners, and its new weights to the others."""
+        owned = [sum(bucket[rank].bytes for bucket in self.parcels) for rank in range(self.ranks.world)]
+        everything, others = sum(owned), self.ranks.world - 1
+        return [{"gradients": everything - mine, "weights": others * mine} for mine in owned]
+
     def bytes_per_step(self) -> dict[str, int]:
-        """Bytes that this rank sends in a step: its gradients to the owners, and its new weights to the others."""
-        me, others = self.ranks.rank, self.ranks.world - 1
-        return {
-            "gradients": sum(p.bytes for bucket in self.parcels for rank, p in enumerate(bucket) if rank != me),
-            "weights": others * sum(bucket[me].bytes for bucket in self.parcels),
-        }
+        """Those of this rank."""
+        return self.bytes_per_rank()[self.ranks.rank]

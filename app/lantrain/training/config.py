@@ -6,14 +6,13 @@ Arguments are checked here, before anything slow, and nowhere else. A test freez
 from __future__ import annotations
 
 import argparse
-import difflib
 import math
 import os
-import re
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from lantrain.errors import UserError
+from lantrain.flags import LARGEST, Parser, check_numbers
 
 NANOCHAT_EVAL_TOKENS = 80 * 524288
 """nanochat's default for --eval-tokens: hours on a CPU, so an evaluation that was not asked for by size is shorter."""
@@ -21,27 +20,15 @@ NANOCHAT_EVAL_TOKENS = 80 * 524288
 DEFAULT_EVAL_STEPS = 8
 """Evaluation without --eval-tokens: the tokens of so many training steps, about 3 steps' time (forward only)."""
 
-LARGEST = 2**31 - 1
-"""No whole number of the command line or of the plan is larger: far from any run, and safe in every tensor."""
-
 TRACKERS = ("none", "mlflow", "tensorboard", "wandb")
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with one clear line and exit 2 for a mistake, instead of the whole usage."""
-
-    def error(self, message: str) -> NoReturn:
-        unknown = re.search(r"unrecognized arguments: (--[\w-]+)", message)
-        near = difflib.get_close_matches(unknown[1], self._option_string_actions, n=1) if unknown else []
-        guess = f"did you mean {near[0]}? " if near else ""
-        raise UserError(message, f"{guess}python -m scripts.base_train --help lists the flags")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line of `python -m scripts.base_train`."""
-    parser = _Parser(
-        prog="scripts.base_train", description="Train a GPT on CPUs, alone or under torchrun.", allow_abbrev=False
-    )
+    parser = Parser(
+        prog="python -m scripts.base_train", description="Train a GPT on CPUs, alone or under torchrun.",
+        allow_abbrev=False,
+    )  # fmt: skip
     add = parser.add_argument
     add("--run", default="dummy", help="name of the run, for trackers and logs")
     add("--device-type", default="", help="cpu, or empty; this trainer has no other device")
@@ -155,33 +142,22 @@ def _check_device(args: argparse.Namespace) -> None:
         raise UserError(f"NANOCHAT_DTYPE={dtype} is not known", "use float32, bfloat16 or auto")
 
 
-_AT_LEAST_0 = (
-    "embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay", "warmup_steps", "final_lr_frac",
-)  # fmt: skip
-# What is much too large even for the plan alone: sizes of tensors overflow, and lists of ranks or of micro-batches fill
-# the memory. 256 ranks are as many as the hub takes.
-_AT_MOST = {
-    "depth": 1000, "aspect_ratio": 4096, "head_dim": 4096, "total_batch_size": 2**26, "world_size": 256,
-    "target_param_data_ratio": 10**6,
+# The upper ends are much too large even for the plan alone: sizes of tensors overflow, and lists of ranks or of
+# micro-batches fill the memory. 256 ranks are as many as the hub takes.
+_RANGES: dict[str, tuple[float, float]] = {
+    "depth": (1, 1000), "aspect_ratio": (1, 4096), "head_dim": (1, 4096), "max_seq_len": (1, LARGEST),
+    "device_batch_size": (1, LARGEST), "total_batch_size": (-math.inf, 2**26), "world_size": (1, 256),
+    "target_param_data_ratio": (-math.inf, 10**6), "warmup_steps": (0, LARGEST),
+    **dict.fromkeys(
+        ("embedding_lr", "unembedding_lr", "matrix_lr", "scalar_lr", "weight_decay", "final_lr_frac"), (0, math.inf)
+    ),
 }  # fmt: skip
 
 
 def _check_numbers(args: argparse.Namespace) -> None:
-    # "nan" passes every comparison below, and infinity most of them.
-    for name, value in vars(args).items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, float) and not math.isfinite(value):
-            raise UserError(f"{flag} {value} is not a number to compute with", "leave it out for the default")
-        if name in _AT_LEAST_0 and value < 0:
-            raise UserError(f"{flag} must be at least 0, not {value}", "leave it out for the default")
-        most = _AT_MOST.get(name, LARGEST if isinstance(value, int) else math.inf)
-        if isinstance(value, int | float) and value > most:
-            raise UserError(f"{flag} must be at most {most:,}, not {value}", "leave it out for the default")
+    check_numbers(args, _RANGES)
     if not 0 <= args.warmdown_ratio <= 1:
         raise UserError(f"--warmdown-ratio {args.warmdown_ratio} is not a share of the run", "use 0 to 1")
-    for name in ("depth", "aspect_ratio", "head_dim", "max_seq_len", "device_batch_size"):
-        if getattr(args, name) < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(args, name)}")
     if args.head_dim % 2:
         raise UserError(f"--head-dim {args.head_dim} is odd; rotary embeddings need pairs", "use 64 or 128")
     if args.max_seq_len < 2:
@@ -209,7 +185,7 @@ def _check_numbers(args: argparse.Namespace) -> None:
         )  # fmt: skip
     if args.keep_last < 0:
         raise UserError(f"--keep-last {args.keep_last} is not a number of checkpoints", "use 0 to keep all")
-    if args.world_size is not None and (args.world_size < 1 or not args.dry_run):
+    if args.world_size is not None and not args.dry_run:
         raise UserError("--world-size is for --dry-run; in a run torchrun sets the number of ranks")
     if args.model_tag is not None and (not args.model_tag.strip() or "/" in args.model_tag or args.model_tag[0] == "."):
         raise UserError(f"--model-tag {args.model_tag!r} is not a folder name")

@@ -12,6 +12,7 @@ import torch
 from lantrain.cluster.balance import Balance
 from lantrain.cluster.shares import micro_batches
 from lantrain.errors import UserError
+from lantrain.flags import LARGEST
 from lantrain.model.gpt import GPT, SMEAR_CHANNELS, GPTConfig, config_for_depth
 from lantrain.optim.schedule import (
     REFERENCE_BATCH,
@@ -21,7 +22,7 @@ from lantrain.optim.schedule import (
     lr_scale,
     scaled_weight_decay,
 )
-from lantrain.training.config import LARGEST, Config, check_batch, evaluation_rows, first_weights
+from lantrain.training.config import Config, check_batch, evaluation_rows, first_weights
 from lantrain.training.local_plan import local_lines
 from lantrain.training.wire_plan import wire_lines
 

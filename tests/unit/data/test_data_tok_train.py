@@ -98,7 +98,7 @@ def test_a_damaged_tokenizer_is_made_anew(train: TrainCommand, tmp_path: Path) -
 
 @pytest.mark.parametrize(
     ("arguments", "expected"),
-    [(("--vocab-size", "100"), "the smallest is 265"), (("--max-chars", "0"), "--max-chars must be at least 1")],
+    [(("--vocab-size", "100"), "--vocab-size must be from 265"), (("--max-chars", "0"), "--max-chars must be from 1")],
 )
 def test_mistakes_are_one_line(train: TrainCommand, arguments: tuple[str, ...], expected: str) -> None:
     done = train(*arguments)

@@ -22,4 +22,4 @@ def test_a_refused_flag_reaches_the_launcher_as_something_to_mend(
     said = beacon.read(path, 3)
     assert said is not None
     assert (said.phase, said.outcome) == ("ended", "fatal")
-    assert "--depth must be at least 1" in said.message
+    assert "--depth must be from 1 to 1,000" in said.message

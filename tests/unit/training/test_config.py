@@ -8,7 +8,8 @@ import sys
 import pytest
 
 from lantrain.errors import UserError
-from lantrain.training.config import LARGEST, build_parser, evaluation_rows, parse, parse_shares
+from lantrain.flags import LARGEST
+from lantrain.training.config import build_parser, evaluation_rows, parse, parse_shares
 from lantrain.training.plan import make_plan, plan_lines
 from tests.distributed.ranks import APP
 
@@ -60,7 +61,7 @@ def test_command_of_the_report_parses_with_and_without_the_separator() -> None:
         ("--device-type mps", "use --device-type cpu"),
         ("--tracker wandb", "--tracker wandb is not there yet"),
         ("--core-metric-every 100", "CORE metric is not there yet"),
-        ("--depth 0", "--depth must be at least 1"),
+        ("--depth 0", "--depth must be from 1 to 1,000, not 0"),
         ("--depht 4", "unrecognized arguments: --depht 4 (did you mean --depth? "),
         ("--device_type cpu", "did you mean --device-type?"),
         ("--quite-another 4", "unrecognized arguments: --quite-another 4 (python -m scripts.base_train --help"),
@@ -78,7 +79,7 @@ def test_command_of_the_report_parses_with_and_without_the_separator() -> None:
         ("--outer-momentum 1", "below 1"),
         ("--delta-bits 3", "invalid choice"),
         ("--max-seq-len 1", "at least 2"),
-        ("--warmup-steps -1", "--warmup-steps must be at least 0"),
+        ("--warmup-steps -1", "--warmup-steps must be from 0 to 2,147,483,647"),
         ("--weight-decay -0.1", "--weight-decay must be at least 0"),
         ("--warmdown-ratio 1.5", "--warmdown-ratio 1.5 is not a share of the run"),
         ("--matrix-lr=-1", "--matrix-lr must be at least 0"),
@@ -111,7 +112,8 @@ WHOLE = [action.option_strings[0] for action in build_parser()._actions if actio
 def test_whole_numbers_have_a_limit(flag: str, value: int) -> None:
     """Python's own have none: tensors and lists of such a size are a traceback, or a plan that is never done."""
     others = [] if flag == "--depth" else ["--depth=4"]
-    with pytest.raises(UserError, match=rf"^(argument )?{flag}( must be at most [\d,]+, not {value}|: invalid choice)"):
+    bounds = r"must be (at most|from \d to) [\d,]+"
+    with pytest.raises(UserError, match=rf"^(argument )?{flag}( {bounds}, not {value}|: invalid choice)"):
         parse(["--dry-run", *others, f"{flag}={value}"])
 
 
@@ -190,7 +192,7 @@ def test_auto_batch_is_a_power_of_two_that_rows_fill() -> None:
         (["--dry-run", *REPORT, "--world-size", "5"], 0, "rank 4: 0 rows in 0 micro-batches"),
         (["--total-batch-size", "2000", "--max-seq-len", "512"], 2, "error: total-batch-size 2000"),
         (["--fp8"], 2, "error: --fp8"),
-        (["--dry-run", *REPORT, "--world-size", str(10**20)], 2, "error: --world-size must be at most 256, not 1000"),
+        (["--dry-run", *REPORT, "--world-size", str(10**20)], 2, "error: --world-size must be from 1 to 256, not 1000"),
         (["--dry-run", *REPORT, "--world-size", "1e20"], 2, "error: argument --world-size: invalid int value: '1e20'"),
     ],
 )
