@@ -10,32 +10,34 @@ namespace {
 
 constexpr int WAYS = LANES == 16 ? 4 : 2;  // vectors at a time, as the registers allow
 
+// e^(cap tanh(z / cap)), and the slope of that softcap. V: vf or several.
+template <class V>
+LANTRAIN_INLINE V exp_softcapped(V z, float cap, V* slope) {
+  const V t = tanh_of(z * (1 / cap));
+  *slope = (t - 1.f) * (t + 1.f) * -1.f;
+  return exp_small(t * cap);
+}
+
 // cap tanh(z / cap) is bounded by cap, so the sum of exponentials needs no running maximum. Small logits keep their
 // relative accuracy: with tanh = 2 sigmoid - 1 as in the twin, a fresh model left nanochat's losses a hundred times as far
 // within 20 steps. Returns the loss of the row; `target` < 0 gives none.
 template <class T>
 float loss_row(T* row, int64_t count, int64_t target, float cap, float scale, bool want_grad, float* products) {
-  const float inner = 1 / cap;
   const int64_t whole = count - count % LANES;
   vf total = {};
-  auto one = [&](auto z, auto* slope) __attribute__((always_inline)) {
-    const auto t = tanh_of(z * inner);
-    *slope = (t - 1.f) * (t + 1.f) * -1.f;
-    return exp_small(t * cap);
-  };
-  vf target_slope, target_exp = one(splat(target < 0 ? 0.f : widen(row[target])), &target_slope);
+  vf target_slope, target_exp = exp_softcapped(splat(target < 0 ? 0.f : widen(row[target])), cap, &target_slope);
   int64_t start = 0;
   for (; start + WAYS * LANES <= whole; start += WAYS * LANES) {
     vectors<WAYS> z, slope;
     for (int i = 0; i < WAYS; i++) z.v[i] = load(row + start + i * LANES);
-    const vectors<WAYS> e = one(z, &slope), product = e * slope;
+    const vectors<WAYS> e = exp_softcapped(z, cap, &slope), product = e * slope;
     for (int i = 0; i < WAYS; i++) {
       store(products + start + i * LANES, product.v[i]);
       total += e.v[i];
     }
   }
   for (int64_t j = start; j < whole; j += LANES) {
-    vf slope, e = one(load(row + j), &slope);
+    vf slope, e = exp_softcapped(load(row + j), cap, &slope);
     store(products + j, e * slope);
     total += e;
   }
@@ -43,7 +45,7 @@ float loss_row(T* row, int64_t count, int64_t target, float cap, float scale, bo
   if (whole < count) {
     vf z = {}, slope;
     for (int64_t j = whole; j < count; j++) z[j - whole] = widen(row[j]);
-    vf e = one(z, &slope);
+    vf e = exp_softcapped(z, cap, &slope);
     for (int64_t j = whole; j < count; j++) {
       products[j] = e[j - whole] * slope[j - whole];
       rest += e[j - whole];
@@ -117,16 +119,15 @@ inline void take_tile(const Head& h, int64_t i, int64_t j, const float* z, float
     if (target >= 0 && target < PANEL) h.at_target[i + r] = z[r * PANEL + target];
   }
   for (int64_t r = 0; r < P::ROWS; r += AT_ONCE) {
-    vectors<2 * AT_ONCE> x;
+    vectors<2 * AT_ONCE> x, slope;
     for (int64_t k = 0; k < 2 * AT_ONCE; k++) x.v[k] = load(z + r * PANEL + k * LANES);
-    const auto t = tanh_of(x * (1 / h.cap));
-    const auto e = exp_small(t * h.cap);
+    const auto e = exp_softcapped(x, h.cap, &slope);
     for (int64_t k = 0; k < AT_ONCE; k++) {
       float* total = totals + (r + k) * LANES;
       store(total, load(total) + (e.v[2 * k] + e.v[2 * k + 1]));
     }
     if (!h.products) continue;
-    const auto product = e * ((t - 1.f) * (t + 1.f) * -1.f);
+    const auto product = e * slope;
     for (int64_t k = 0; k < 2 * AT_ONCE; k++)
       store(h.products + (i + r + k / 2) * h.vocabulary + j + k % 2 * LANES, product.v[k]);
   }
@@ -158,10 +159,10 @@ void finish_token(const Head& h, int64_t i, int64_t blocks, float* loss, float* 
   double total = 0;
   for (int64_t block = 0; block < blocks; block++) total += h.sums[block * h.tokens + i];
   const float sum = float(total);
-  const vf t = tanh_of(splat(h.at_target[i] / h.cap)), e = exp_small(t * h.cap);
+  vf slope, e = exp_softcapped(splat(h.at_target[i]), h.cap, &slope);
   *loss = std::log(sum) - std::log(e[0]);
   *factor = 1 / sum;
-  if (h.products) narrow((e[0] - sum) * ((t[0] - 1) * (t[0] + 1) * -1), h.products + i * h.vocabulary + target);
+  if (h.products) narrow((e[0] - sum) * slope[0], h.products + i * h.vocabulary + target);
 }
 
 }  // namespace
